@@ -1,0 +1,83 @@
+"""flash-linear-attention under the GDN contract, from 0.3.2 on.
+
+Bridged here, with their cost: empty sequences, T = 0 and tokens behind the last sequence (a host read of
+``cu_seqlens`` per batch), ``[V, K]`` states before 0.4.2 (a transposed copy), raw gates (one elementwise pass).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kernelreg.ops.gdn_arguments import activate_gates
+
+from .._packed import run_clean
+from .library import CHUNK_WORDS, RECURRENT_WORDS, chunk, recurrent
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """``gdn.chunk``: see :func:`kernelreg.gdn.chunk_gated_delta_rule`."""
+    return _run(chunk, CHUNK_WORDS, q, k, v, g, beta, **options)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """``gdn.recurrent``: see :func:`kernelreg.gdn.fused_recurrent_gated_delta_rule`."""
+    return _run(recurrent, RECURRENT_WORDS, q, k, v, g, beta, **options)
+
+
+def _run(
+    function: Callable[..., Any],
+    words: frozenset[str],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens_cpu: Tensor | None = None,
+    **raw_gates: Any,
+) -> tuple[Tensor, Tensor | None]:
+    g, beta = activate_gates(g, beta, **raw_gates)
+    said: dict[str, Any] = {
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+    }
+    layout = next((word for word in ("state_v_first", "transpose_state_layout") if word in words), None)
+    turned = state_v_first and layout is None
+    if layout is not None:
+        said[layout] = state_v_first
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, edges: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if turned and state is not None:
+            state = state.mT.contiguous()
+        o, final = function(q=q, k=k, v=v, g=g, beta=beta, initial_state=state, cu_seqlens=edges, **said)
+        return o, final.mT.contiguous() if turned and final is not None else final
+
+    return run_clean(
+        run,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+    )

@@ -1,0 +1,82 @@
+"""The backend that is always there: the GDN contract in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelreg.ops.gdn_arguments import activate_gates
+from kernelreg.ops.gdn_sequences import read_sequences
+
+from .chunk import CHUNK, chunk_rule, ordered_chunk_rule
+from .layout import Layout, equal_layout, ordered_layout, packed_layout
+from .recurrent import recurrent_rule
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Layout], tuple[Tensor, Tensor]]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """``gdn.chunk``: see :func:`kernelreg.gdn.chunk_gated_delta_rule`."""
+    return _run(chunk_rule, CHUNK, q, k, v, g, beta, **options)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """``gdn.recurrent``: see :func:`kernelreg.gdn.fused_recurrent_gated_delta_rule`."""
+    return _run(recurrent_rule, 1, q, k, v, g, beta, **options)
+
+
+def _run(
+    rule: Rule,
+    chunk: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens_cpu: Tensor | None = None,
+    **raw_gates: Any,
+) -> tuple[Tensor, Tensor | None]:
+    g, beta = activate_gates(g, beta, **raw_gates)
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    # Half precision has too few digits for the triangular system; float64 asks for float64 throughout.
+    wide = torch.float64 if torch.float64 in (q.dtype, g.dtype, beta.dtype) else torch.float32
+    sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
+    if initial_state is None:
+        state = torch.zeros(sequences, HV, K, V, dtype=wide, device=q.device)
+    else:
+        state = (initial_state.mT if state_v_first else initial_state).to(wide)
+    wide_q, wide_k = q.to(wide), k.to(wide)
+    if use_qk_l2norm_in_kernel:
+        wide_q, wide_k = _normalised(wide_q), _normalised(wide_k)
+    wide_q = wide_q * (K**-0.5 if scale is None else scale)
+    inputs = [x.flatten(0, 1) for x in (wide_q, wide_k, v.to(wide), g.to(wide), beta.to(wide))]
+    if cu_seqlens is None:
+        o, final = rule(*inputs, state, equal_layout(B, T, chunk, q.device))
+    elif q.is_cuda and torch.cuda.is_current_stream_capturing():
+        o, final = ordered_chunk_rule(*inputs, state, ordered_layout(cu_seqlens, T, CHUNK))
+    else:
+        edges = read_sequences(cu_seqlens, T, cu_seqlens_cpu).edges
+        o, final = rule(*inputs, state, packed_layout(edges, T, chunk, q.device))
+    if not output_final_state:
+        return o.view(B, T, HV, V).to(q.dtype), None
+    return o.view(B, T, HV, V).to(q.dtype), (final.mT if state_v_first else final).contiguous()
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Unit length over the last dimension, with the epsilon that FLA and FlashQLA use inside the root."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -1,0 +1,103 @@
+"""What kernelreg says in the log of its decisions: once per distinct decision, and nothing at import."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from kernelreg.machine.model import Facts
+from kernelreg.reasons import ReasonCode
+from kernelreg.registry import Registry
+from kernelreg.resolver import Candidate, Decision, rank
+
+logger = logging.getLogger("kernelreg")
+#: Beyond this many distinct messages a process has a stranger problem than a repeated line.
+_MEMORY = 10_000
+_said: set[str] = set()
+
+#: Reasons that a repair of what is installed takes away. With any other the kernel would not run all the same.
+_REPAIRABLE = frozenset(
+    {
+        ReasonCode.TORCH_VERSION,
+        ReasonCode.CUDA_BUILD,
+        ReasonCode.CUDA_VERSION,
+        ReasonCode.DRIVER_VERSION,
+        ReasonCode.PYTHON_VERSION,
+        ReasonCode.PACKAGE_VERSION,
+        ReasonCode.VERSION_UNKNOWN,
+        ReasonCode.TOOL_MISSING,
+        ReasonCode.TOOL_VERSION,
+        ReasonCode.IMPORT_ERROR,
+        ReasonCode.PROBE_ERROR,
+        ReasonCode.KNOWN_BAD,
+        ReasonCode.QUARANTINED,
+    }
+)
+
+
+def set_level(level: str | None) -> None:
+    """Apply ``KERNELREG_LOG``; where the program has set up no logging, the lines go to standard error."""
+    if level is None:
+        return
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def say_once(level: int, message: str) -> None:
+    """Log a message unless this process has logged it already."""
+    if message in _said or len(_said) >= _MEMORY:
+        return
+    _said.add(message)
+    logger.log(level, "%s", message)
+
+
+def forget() -> None:
+    """Say everything anew."""
+    _said.clear()
+
+
+def announce(decision: Decision, registry: Registry, facts: Facts) -> None:
+    """Log a decision: INFO once, a WARNING for each better kernel that only its installation keeps away."""
+    if logger.isEnabledFor(logging.INFO):
+        say_once(logging.INFO, _summary(decision))
+    if decision.backend is None:
+        return
+    for candidate in decision.candidates:
+        rejected = candidate.status == "rejected" and _installed_but_unusable(candidate)
+        if rejected and _better(candidate, decision, registry, facts):
+            say_once(logging.WARNING, _warning(candidate, decision))
+    logger.debug("%s", decision)
+
+
+def _summary(decision: Decision) -> str:
+    chosen = f"{decision.backend} {decision.kernel}" if decision.backend else "no kernel fits"
+    others = [
+        f"{each.backend} {each.kernel}: {each.reasons[0]}" for each in decision.candidates if each.status != "chosen"
+    ]
+    return f"{decision.operation} on {decision.device}: {chosen} (" + "; ".join(others or ["no other"]) + ")"
+
+
+def _installed_but_unusable(candidate: Candidate) -> bool:
+    return all(reason.code in _REPAIRABLE for reason in candidate.reasons)
+
+
+def _better(candidate: Candidate, decision: Decision, registry: Registry, facts: Facts) -> bool:
+    """Whether the kernel would outrank the chosen one if it could run."""
+    places = []
+    for name, kernel in ((candidate.backend, candidate.kernel), (decision.backend, decision.kernel)):
+        row = registry.find(name or "", decision.operation, kernel or "")
+        if row is None:
+            return False
+        places.append(rank(*row, facts, decision.call, decision.policy))
+    return places[0] < places[1]
+
+
+def _warning(candidate: Candidate, decision: Decision) -> str:
+    told = "; ".join(f"{each}" + (f" (fix: {each.fix})" if each.fix else "") for each in candidate.reasons)
+    return (
+        f"{decision.operation} on {decision.device} runs {decision.backend} {decision.kernel}: "
+        f"{candidate.backend} {candidate.kernel} is installed and ranks higher, but cannot run: {told}"
+    )

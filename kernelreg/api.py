@@ -1,0 +1,162 @@
+"""The public functions. ``kernelreg`` itself only names them, so that importing it costs next to nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kernelreg.call import make_call
+from kernelreg.descriptor import Descriptor, load_descriptor, make_descriptor
+from kernelreg.errors import ConfigurationError
+from kernelreg.machine import Facts
+from kernelreg import policy as policies
+from kernelreg.policy import Policy
+from kernelreg.registry import Backend
+from kernelreg.resolution import Resolution
+from kernelreg.session import Observer, overriding, session
+
+
+def resolve(
+    operation: str = "gdn",
+    *,
+    like: Mapping[str, Any] | None = None,
+    device: object = None,
+    facts: Facts | None = None,
+    policy: Policy | None = None,
+    dtype: object = None,
+    gate_dtype: object = None,
+    state_dtype: object = None,
+    head_dim_k: int | None = None,
+    head_dim_v: int | None = None,
+    heads: int | None = None,
+    value_heads: int | None = None,
+    tokens: int | None = None,
+    sequences: int | None = None,
+    features: Iterable[str] | None = None,
+) -> Resolution:
+    """Which kernel runs a call, and why not the others. What is not given is not tested.
+
+    Args:
+        operation: ``gdn.chunk`` (alias ``gdn``) or ``gdn.recurrent``.
+        like: the arguments of a call, by name (``q``, ``k``, ``v``, ``g``, ``beta`` …): what these tensors need.
+        device: a device as torch names it; the current accelerator when not given, else ``cpu``.
+        facts: the machine to decide for; this one when not given.
+        policy: the whole policy (:func:`kernelreg.make_policy`); environment and ``use()`` when not given.
+        dtype, gate_dtype, state_dtype: of q/k/v, of g, of the state; a torch dtype or its name.
+        head_dim_k, head_dim_v: K and V.
+        heads, value_heads: H and HV.
+        tokens: B × T.
+        sequences: N.
+        features: what the call uses, such as ``{"varlen", "backward"}``.
+
+    Raises:
+        NoBackendError: nothing fits; its message and ``resolution`` hold every reason.
+        ConfigurationError: an override or an argument names something unknown.
+    """
+    options = {
+        "dtype": dtype,
+        "gate_dtype": gate_dtype,
+        "state_dtype": state_dtype,
+        "head_dim_k": head_dim_k,
+        "head_dim_v": head_dim_v,
+        "heads": heads,
+        "value_heads": value_heads,
+        "tokens": tokens,
+        "sequences": sequences,
+        "features": features,
+    }
+    if like is None:
+        known = session.facts() if facts is None else facts
+        name = session.default_device(known) if device is None else str(device)
+        return session.resolve(make_call(operation, name, **options), facts=known, policy=policy)
+    said = sorted(name for name, value in options.items() if value is not None)
+    if said or device is not None:
+        raise ConfigurationError(f"like= says all of the call; give either it or {', '.join(said or ['device'])}")
+    from kernelreg.gdn import call_like  # noqa: PLC0415  (tensors are here, so torch is loaded already)
+
+    call = call_like(operation, like)
+    return session.resolve(call, facts=session.facts_seeing(call.device) if facts is None else facts, policy=policy)
+
+
+def facts() -> Facts:
+    """This machine's facts: detected once, kept until :func:`refresh`.
+
+    Raises:
+        FactsError: ``KERNELREG_FACTS`` names a file that cannot be read.
+    """
+    return session.facts()
+
+
+def refresh() -> None:
+    """Forget what was detected, which adapters failed to import, and the environment; all is read anew."""
+    session.refresh()
+
+
+def use(
+    *,
+    backend: str | Mapping[str, str] | None = None,
+    prefer: Sequence[str] | str | None = None,
+    disable: Sequence[str] | str | None = None,
+    strict: bool | None = None,
+) -> AbstractContextManager[None]:
+    """Override the policy for a ``with`` block, in this task or thread alone. Blocks nest; what one leaves out stays.
+
+    Args:
+        backend: force one: a name, ``"gdn.chunk=fla"``, or ``{"gdn.chunk": "fla"}``.
+        prefer: rank these first, in this order.
+        disable: never these.
+        strict: no fallback at run time, and a wish that cannot be met is an error.
+
+    Raises:
+        ConfigurationError: a name that no backend has; names the nearest.
+    """
+    names = session.registry().names()
+    over = policies.make_policy(names, backend=backend, prefer=prefer, disable=disable, strict=strict, origin="use()")
+    return overriding(over)
+
+
+def make_policy(
+    *,
+    backend: str | Mapping[str, str] | None = None,
+    prefer: Sequence[str] | str | None = None,
+    disable: Sequence[str] | str | None = None,
+    strict: bool | None = None,
+) -> Policy:
+    """A whole policy for :func:`resolve`'s ``policy=``, with :func:`use`'s words.
+
+    Raises:
+        ConfigurationError: a name that no backend has; names the nearest.
+    """
+    names = session.registry().names()
+    return policies.make_policy(names, backend=backend, prefer=prefer, disable=disable, strict=strict)
+
+
+def register(backend: str | os.PathLike[str] | Mapping[str, Any] | Descriptor) -> Callable[[], None]:
+    """Add a backend to this process; gives the function that takes it out again.
+
+    Args:
+        backend: the path of a ``backend.toml``, its content as plain data, or a descriptor.
+
+    Raises:
+        DescriptorError: the descriptor is not one; names file, key and what is accepted.
+        ConfigurationError: a backend of that name is there already.
+    """
+    if isinstance(backend, Descriptor):
+        descriptor, origin = backend, "register()"
+    elif isinstance(backend, Mapping):
+        descriptor, origin = make_descriptor(dict(backend)), "register()"
+    else:
+        descriptor, origin = load_descriptor(backend), os.fspath(backend)
+    return session.add(Backend(descriptor=descriptor, origin=origin))
+
+
+def on_resolve(callback: Observer) -> Callable[[], None]:
+    """Call ``callback(resolution)`` after each decision; gives the function that stops it."""
+    session.observers = (*session.observers, callback)
+
+    def undo() -> None:
+        session.observers = tuple(each for each in session.observers if each is not callback)
+
+    return undo

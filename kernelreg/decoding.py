@@ -1,0 +1,113 @@
+"""Strict decoding of files into typed values, with errors that name file, key and what is accepted.
+
+msgspec validates; this module says it in the words of the person who wrote the file.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from kernelreg.errors import KernelregError, unknown_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+#: No descriptor or facts file comes near this size; a larger one is a mistake or an attack.
+MAX_BYTES = 4 << 20
+
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*)`")
+_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+
+
+def read_bytes(path: Path, error: type[KernelregError]) -> bytes:
+    """The file's bytes.
+
+    Raises:
+        error: the file cannot be read, or is larger than ``MAX_BYTES``; names the file and the cause.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as cause:
+        text = getattr(cause, "strerror", None) or str(cause)
+        raise error(f"{path}: {text}") from cause
+    if len(data) > MAX_BYTES:
+        raise error(f"{path}: larger than {MAX_BYTES >> 20} MiB, which no such file is")
+    return data
+
+
+def decode_toml(data: bytes, kind: type[T], *, source: str, error: type[KernelregError]) -> T:
+    """``data`` as TOML of the given type; ``source`` names it in errors."""
+    try:
+        parsed = tomllib.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as cause:
+        raise error(f"{source}: not UTF-8 at byte {cause.start}") from cause
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as cause:
+        raise error(f"{source}: not TOML: {cause}") from cause
+    return _convert(parsed, kind, source, error)
+
+
+def decode_json(data: bytes, kind: type[T], *, source: str, error: type[KernelregError]) -> T:
+    """``data`` as JSON of the given type; ``source`` names it in errors."""
+    try:
+        parsed = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as cause:
+        raise error(f"{source}: not JSON: {cause}") from cause
+    return _convert(parsed, kind, source, error)
+
+
+def _convert(parsed: object, kind: type[T], source: str, error: type[KernelregError]) -> T:
+    try:
+        return msgspec.convert(parsed, kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as cause:
+        raise error(f"{source}: {explain(str(cause), kind)}") from cause
+
+
+def explain(message: str, kind: type[msgspec.Struct]) -> str:
+    """msgspec's message as ``key: what is wrong; what is accepted``."""
+    found = _PATH.search(message)
+    path = found["path"] if found else "$"
+    text = message[: found.start()] if found else message
+    unknown = _UNKNOWN_FIELD.match(text)
+    if unknown:
+        accepted = sorted({name for each in _structs_at(kind, path) for name in each.__struct_encode_fields__})
+        text = unknown_name("key", unknown["field"], accepted)
+    key = path.removeprefix("$").lstrip(".")
+    return f"{key}: {text}" if key else text
+
+
+def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
+    """The struct types that may stand at ``path`` below ``kind``."""
+    places: list[Any] = [kind]
+    for name, index in _STEP.findall(path.removeprefix("$")):
+        below: list[Any] = []
+        for place in places:
+            for member in _members(place):
+                if index:
+                    below.extend(get_args(member))
+                elif isinstance(member, type) and issubclass(member, msgspec.Struct):
+                    fields = {field.encode_name: field.type for field in msgspec.structs.fields(member)}
+                    below.extend([fields[name]] if name in fields else [])
+                else:  # a dict's value
+                    below.extend(get_args(member)[1:])
+        places = below
+    members = [member for place in places for member in _members(place)]
+    return [each for each in members if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+
+
+def _members(place: Any) -> list[Any]:
+    """The alternatives of a union, else the type itself."""
+    origin = getattr(place, "__origin__", None)
+    if origin is None and get_args(place):  # X | Y
+        return list(get_args(place))
+    return [place]

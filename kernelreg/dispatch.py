@@ -1,0 +1,88 @@
+"""The hot path of a call: its key, one look-up, a ready callable.
+
+Nothing here reads the environment, takes a lock or looks up a module once a key is known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from kernelreg.call import Call
+from kernelreg.descriptor import Span
+from kernelreg.registry import Registry
+from kernelreg.session import session
+
+#: Distinct keys kept for an operation; a process that goes past it starts over.
+CAPACITY = 4096
+
+
+class Buckets:
+    """A size as the registry's descriptors can tell it: two sizes that none tells apart fall into one bucket."""
+
+    def __init__(self, limits: Iterable[object]) -> None:
+        edges: set[int] = set()
+        self._exact = False
+        for limit in limits:
+            if isinstance(limit, Span):
+                edges.add(limit.min)
+                edges.update(() if limit.max is None else (limit.max + 1,))
+                self._exact |= limit.multiple_of > 1
+            elif limit is not None:  # a list of sizes
+                self._exact = True
+        self._edges = sorted(edges)
+
+    def __call__(self, size: int) -> int:
+        return size if self._exact else bisect_right(self._edges, size)
+
+
+class Dispatcher:
+    """Decided calls of one operation.
+
+    Attributes:
+        known: key → the callable that was decided for it.
+        tokens, sequences: the buckets that stand for these sizes in a key.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.known: dict[Hashable, Callable[..., Any]] = {}
+        self._buckets: tuple[Buckets, Buckets] | None = None
+        session.on_change(self.forget)
+
+    def forget(self) -> None:
+        """Decide everything anew: policy, facts or backends have changed."""
+        self.known = {}
+        self._buckets = None
+
+    def buckets(self) -> tuple[Buckets, Buckets]:
+        """The buckets of tokens and of sequences."""
+        if self._buckets is None:
+            self._buckets = _buckets(session.registry(), self.operation)
+        return self._buckets
+
+    def decide(self, key: Hashable, call: Call) -> Callable[..., Any]:
+        """The callable for a call that was not met before, kept under its key.
+
+        Raises:
+            NoBackendError: nothing fits.
+            ConfigurationError: an override names something unknown.
+        """
+        resolution = session.resolve(call, facts=session.facts_seeing(call.device))
+        function = resolution.function  # may forget what is known: a failed import changes every answer
+        if len(self.known) >= CAPACITY:
+            self.known = {}
+        self.known[key] = function
+        return function
+
+
+def _buckets(registry: Registry, operation: str) -> tuple[Buckets, Buckets]:
+    tokens: list[object] = []
+    sequences: list[object] = []
+    for backend, kernel in registry.kernels(operation):
+        conditions = [entry.when for entry in backend.descriptor.known_bad]
+        conditions += [preference.when for preference in kernel.preference]
+        tokens += [kernel.accepts.tokens, *(when.tokens for when in conditions)]
+        sequences.append(kernel.accepts.sequences)
+    return Buckets(tokens), Buckets(sequences)

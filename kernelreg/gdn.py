@@ -1,0 +1,349 @@
+"""Gated Delta Net, resolved per call from the tensors: change one import and keep the call.
+
+Names and defaults follow flash-linear-attention's. Which kernel runs, and why not the others:
+``kernelreg.resolve("gdn", like=dict(q=q, …)).explain()``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from kernelreg.call import Call
+from kernelreg.dispatch import Dispatcher
+from kernelreg.errors import CallError, ConfigurationError, unknown_name
+from kernelreg.ops import operation_named
+from kernelreg.ops.gdn_arguments import check_arguments
+from kernelreg.session import current_override
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Options", "call_like", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
+
+
+class Options(TypedDict, total=False):
+    """FLA's further keywords.
+
+    Attributes:
+        use_gate_in_kernel: g is raw, and the decay is ``-exp(A_log)·softplus(g + dt_bias)``.
+        A_log, dt_bias: ``[HV]``, for ``use_gate_in_kernel``.
+        use_beta_sigmoid_in_kernel: beta is raw, before its sigmoid.
+        allow_neg_eigval: with ``use_beta_sigmoid_in_kernel``, twice the sigmoid.
+        cu_seqlens_cpu: the values of ``cu_seqlens`` on the CPU; spares a device sync.
+        transpose_state_layout: FLA's older name of ``state_v_first``.
+        chunk_indices: a hint that every backend computes itself; accepted and not used.
+        cp_context, head_first: accepted at their defaults alone, None and False.
+    """
+
+    use_gate_in_kernel: bool
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    cu_seqlens_cpu: Tensor | None
+    transpose_state_layout: bool
+    chunk_indices: Tensor | None
+    cp_context: None
+    head_first: bool
+
+
+_CHUNK = Dispatcher("gdn.chunk")
+_RECURRENT = Dispatcher("gdn.recurrent")
+#: The features that tensors and flags show, in the order in which a key holds them.
+_SHOWN = (
+    "varlen",
+    "initial-state",
+    "final-state",
+    "qk-l2norm",
+    "state-v-first",
+    "raw-gates",
+    "backward",
+    "deterministic",
+    "capture",
+)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule in chunks, for prefill and training, by the best kernel for this very call.
+
+    For each head: S ← exp(g_t)·S; S ← S + k_t (beta_t (v_t − Sᵀk_t))ᵀ; o_t = scale · Sᵀ q_t.
+
+    Args:
+        q, k: ``[B, T, H, K]``.
+        v: ``[B, T, HV, V]``, HV a multiple of H; q, k and v of one dtype.
+        g: ``[B, T, HV]``, natural-log decay.
+        beta: ``[B, T, HV]``, after the sigmoid.
+        scale: K^-0.5 when None; 0.0 is 0.0.
+        initial_state: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with ``state_v_first``; zeros when None.
+        output_final_state: also give the state after each sequence's last token.
+        use_qk_l2norm_in_kernel: scale each q and k vector to unit length first (epsilon 1e-6 inside the root).
+        cu_seqlens: ``[N+1]`` int32 or int64: the edges of sequences packed in one row (then B = 1).
+        state_v_first: states are ``[V, K]``.
+        options: FLA's further keywords, see :class:`Options`.
+
+    Returns:
+        ``o [B, T, HV, V]`` in q's dtype, and the final state ``[N, HV, K, V]`` in float32 (float64 for float64
+        calls) or None. Tokens behind the last sequence give zeros; an empty sequence's state passes through.
+
+    Raises:
+        CallError: arguments that break this contract.
+        NoBackendError: no kernel fits; the message says why for each.
+    """
+    return _run(
+        _CHUNK,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        state_v_first,
+        options,
+    )
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule token by token, for decode, by the best kernel for this very call.
+
+    Arguments, results and errors are :func:`chunk_gated_delta_rule`'s, except that g may be None (no decay) and
+    beta may be None (ones).
+    """
+    g, beta = _gates(v, g, beta)
+    return _run(
+        _RECURRENT,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        state_v_first,
+        options,
+    )
+
+
+def _run(
+    dispatch: Dispatcher,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    options: Options,
+) -> tuple[Tensor, Tensor | None]:
+    if options:
+        state_v_first = _settle(options, state_v_first)
+    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    flags = (output_final_state, use_qk_l2norm_in_kernel, state_v_first)
+    shown = _shown(q, k, v, g, beta, initial_state, cu_seqlens, flags, options)
+    key = _key(dispatch, q, v, g, initial_state, cu_seqlens, shown)
+    function = dispatch.known.get(key)
+    if function is None:
+        function = dispatch.decide(key, _call(dispatch.operation, q, v, g, initial_state, cu_seqlens, shown, options))
+    return function(  # type: ignore[no-any-return]
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first,
+        **options,
+    )
+
+
+def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
+    """What a call with these arguments needs: the very call that the functions above resolve.
+
+    Raises:
+        ConfigurationError: an argument that the function does not have, or one that is missing.
+        CallError: arguments that break the contract.
+    """
+    function = {"gdn.chunk": chunk_gated_delta_rule, "gdn.recurrent": fused_recurrent_gated_delta_rule}[
+        operation_named(operation).name
+    ]
+    try:
+        bound = inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ConfigurationError(f"like= {error}; accepted: the arguments of kernelreg.gdn.{function.__name__}") from None
+    bound.apply_defaults()
+    given = bound.arguments
+    options: Options = given["options"]
+    state_v_first = _settle(options, given["state_v_first"])
+    q, k, v, initial_state, cu_seqlens = (given[name] for name in ("q", "k", "v", "initial_state", "cu_seqlens"))
+    g, beta = _gates(v, given["g"], given["beta"])
+    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    flags = (given["output_final_state"], given["use_qk_l2norm_in_kernel"], state_v_first)
+    shown = _shown(q, k, v, g, beta, initial_state, cu_seqlens, flags, options)
+    return _call(operation_named(operation).name, q, v, g, initial_state, cu_seqlens, shown, options)
+
+
+def _gates(v: Tensor, g: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """g and beta, where None stands for no decay and for ones."""
+    if g is None:
+        g = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
+    if beta is None:
+        beta = torch.ones(v.shape[:3], dtype=torch.float32, device=v.device)
+    return g, beta
+
+
+def _settle(options: Options, state_v_first: bool) -> bool:
+    """Take FLA's aliases and hints out of the options, so that adapters see the contract's words alone."""
+    for name in options:
+        if name not in Options.__annotations__:
+            raise TypeError(unknown_name("keyword", name, Options.__annotations__))
+    if options.pop("cp_context", None) is not None:
+        raise CallError("cp_context is FLA's context parallelism, which this contract does not have; accepted: None")
+    if options.pop("head_first", False):
+        raise CallError("head_first=True; accepted: False, with tensors [B, T, H, …]")
+    options.pop("chunk_indices", None)
+    return options.pop("transpose_state_layout", state_v_first)
+
+
+def _shown(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    flags: tuple[bool, bool, bool],
+    options: Options,
+) -> tuple[bool, ...]:
+    """Which features of ``_SHOWN`` the call uses."""
+    output_final_state, normalise, state_v_first = flags
+    states = (initial_state is not None, bool(output_final_state))
+    raw = bool(options) and bool(options.get("use_gate_in_kernel") or options.get("use_beta_sigmoid_in_kernel"))
+    backward = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or g.requires_grad
+        or beta.requires_grad
+        or (initial_state is not None and initial_state.requires_grad)
+        or any(isinstance(each, Tensor) and each.requires_grad for each in options.values())
+    )
+    return (
+        cu_seqlens is not None,
+        *states,
+        bool(normalise),
+        bool(state_v_first) and any(states),
+        raw,
+        backward,
+        torch.are_deterministic_algorithms_enabled(),
+        q.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
+
+
+def _key(
+    dispatch: Dispatcher,
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    shown: tuple[bool, ...],
+) -> Hashable:
+    """All that a descriptor or a policy can tell two calls apart by."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    tokens, sequences = dispatch.buckets()
+    return (
+        q.device,
+        q.dtype,
+        g.dtype,
+        None if initial_state is None else initial_state.dtype,
+        K,
+        V,
+        H,
+        HV,
+        tokens(B * T),
+        sequences(B if cu_seqlens is None else len(cu_seqlens) - 1),
+        shown,
+        current_override(),
+    )
+
+
+def _call(
+    operation: str,
+    q: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    shown: tuple[bool, ...],
+    options: Options,
+) -> Call:
+    """The call as a descriptor reads it."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    gate = torch.float32 if options.get("use_gate_in_kernel") else g.dtype  # activation is done in float32
+    call = Call(
+        operation=operation,
+        device=str(q.device),
+        dtype=_name(q.dtype),
+        gate_dtype=_name(gate),
+        state_dtype=None if initial_state is None else _name(initial_state.dtype),
+        head_dim_k=K,
+        head_dim_v=V,
+        heads=H,
+        value_heads=HV,
+        tokens=B * T,
+        sequences=B if cu_seqlens is None else len(cu_seqlens) - 1,
+        features=frozenset(name for name, used in zip(_SHOWN, shown, strict=True) if used),
+    )
+    return operation_named(operation).normalise(call)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

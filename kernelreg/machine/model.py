@@ -1,0 +1,152 @@
+"""What a machine is, as plain data that can be saved, loaded and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kernelreg.decoding import decode_json, read_bytes
+from kernelreg.errors import FactsError
+
+Index = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Platform(_Record, frozen=True, kw_only=True):
+    """Operating system and interpreter."""
+
+    system: str
+    machine: str
+    python: str
+    implementation: str
+
+
+class TorchBuild(_Record, frozen=True, kw_only=True):
+    """The torch that ``import torch`` would give; ``cuda`` and ``hip`` as in ``torch.version``."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+
+
+class Driver(_Record, frozen=True, kw_only=True):
+    """The GPU driver; ``cuda`` is the newest CUDA version that it can run."""
+
+    version: str | None = None
+    cuda: str | None = None
+
+
+class Device(_Record, frozen=True, kw_only=True):
+    """One visible device. ``index`` is the one that CUDA (or HIP, as torch names it) will number it by.
+
+    Attributes:
+        type: ``cuda``, ``rocm``, ``xpu``, ``mps``, ``cpu`` …
+        compute_capability: ``"9.0"``; on ROCm what torch reports, which is not an NVIDIA capability.
+        memory_bytes: total device memory in bytes.
+        mig: the device is a MIG instance; its ``uuid`` and memory are the instance's.
+    """
+
+    index: Index
+    type: str
+    vendor: str | None = None
+    name: str | None = None
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    compute_capability: str | None = None
+    memory_bytes: int | None = None
+    multiprocessors: int | None = None
+    mig: bool = False
+
+    @property
+    def torch_name(self) -> str:
+        """The device as torch names it: ``cuda:0`` also where the facts say ``rocm``."""
+        if self.type == "cpu":
+            return "cpu"
+        return f"{'cuda' if self.type == 'rocm' else self.type}:{self.index}"
+
+
+CPU = Device(index=0, type="cpu")
+
+
+class Tool(_Record, frozen=True, kw_only=True):
+    """A program that kernels use when they compile."""
+
+    path: str
+    version: str | None = None
+
+
+class Problem(_Record, frozen=True, kw_only=True):
+    """A source of facts, or a setting, that failed, and how."""
+
+    source: str
+    error: str
+
+
+class Facts(_Record, frozen=True, kw_only=True):
+    """Everything that decides which kernel can run on a machine, and nothing else."""
+
+    schema: Literal[1] = 1
+    platform: Platform
+    torch: TorchBuild | None = None
+    driver: Driver | None = None
+    devices: tuple[Device, ...] = ()
+    tools: dict[str, Tool] = {}
+    packages: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Facts:
+        """Read a facts file.
+
+        Raises:
+            FactsError: unreadable, not JSON, an unknown or missing key; names the file and the key.
+        """
+        data = read_bytes(Path(path), FactsError)
+        return decode_json(data, cls, source=os.fspath(path), error=FactsError)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a facts file, whole or not at all.
+
+        Raises:
+            FactsError: the file cannot be written; names it and the cause.
+        """
+        target = Path(path)
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"
+            ) as file:
+                file.write(self.to_json() + "\n")
+            Path(file.name).replace(target)
+        except OSError as cause:
+            raise FactsError(f"{target}: {cause.strerror or cause}") from cause
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts as plain data, as in a facts file."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
+
+    def to_json(self) -> str:
+        """The text of a facts file."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over all that decides: problems and environment are how it was found, not what it is."""
+        deciding = msgspec.structs.replace(self, problems=(), environment={})
+        return hashlib.sha256(msgspec.json.encode(deciding, order="sorted")).hexdigest()[:16]
+
+    def device(self, name: str) -> Device | None:
+        """The visible device that torch would call ``name`` (``cuda`` is ``cuda:0``), or None."""
+        if name == "cpu":
+            return CPU
+        wanted = name if ":" in name else f"{name}:0"
+        return next((device for device in self.devices if device.torch_name == wanted), None)

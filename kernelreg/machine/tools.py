@@ -1,0 +1,73 @@
+"""nvcc: the binary that kernels compiled at first use would run, and its version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from kernelreg.machine.model import Problem, Tool
+
+#: Seconds that ``nvcc --version`` may take: a cold network file system, not a hang.
+NVCC_SECONDS = 10.0
+
+_RELEASE = re.compile(r"release (\d+\.\d+)")
+
+
+def detect_tools(environ: Mapping[str, str]) -> tuple[dict[str, Tool], list[Problem]]:
+    """The first nvcc in the order in which torch's extension builder and TileLang look for it."""
+    problems: list[Problem] = []
+    for path in _candidates(environ):
+        if not path.is_file():
+            if path.parent.parent != Path("/usr/local/cuda"):  # a default that need not exist
+                problems.append(Problem(source="nvcc", error=f"{path} is named by the environment, but not there"))
+            continue
+        version, error = _version(path)
+        if error:
+            problems.append(Problem(source="nvcc", error=error))
+        return {"nvcc": Tool(path=os.fspath(path), version=version)}, problems
+    return {}, problems
+
+
+def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
+    """Where nvcc may be, first match wins: CUDA_HOME or CUDA_PATH, PATH, the nvidia-cuda-nvcc wheel, the default."""
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    if home:
+        yield Path(home) / "bin" / "nvcc"
+    on_path = shutil.which("nvcc", path=environ.get("PATH", os.defpath))
+    if on_path:
+        yield Path(on_path)
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nvcc":
+            yield Path(os.fspath(file.locate()))
+    yield Path("/usr/local/cuda/bin/nvcc")
+
+
+def _version(path: Path) -> tuple[str | None, str | None]:
+    """The release that the binary prints, or what kept it from printing one."""
+    try:
+        done = subprocess.run(
+            [os.fspath(path), "--version"],
+            capture_output=True,
+            timeout=NVCC_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"{path} --version did not answer within {NVCC_SECONDS:.0f} s"
+    except OSError as error:
+        return None, f"{path} does not run: {error.strerror or error}"
+    found = _RELEASE.search(done.stdout)
+    if found is None:
+        return None, f"{path} --version printed no release (exit code {done.returncode})"
+    return found[1], None

@@ -1,0 +1,97 @@
+"""The arguments of a GDN call: what the contract asks of every one of them, and gates still to be activated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from kernelreg.errors import CallError
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+) -> None:
+    """Refuse what no backend could mean, before any kernel reads beyond a tensor.
+
+    Raises:
+        CallError: names the argument, what it is and what the contract says.
+    """
+    if q.dim() != 4:
+        raise _shape("q", q, "[B, T, H, K]")
+    if k.shape != q.shape:
+        raise _shape("k", k, f"q's {list(q.shape)}")
+    B, T, H, K = q.shape
+    if v.dim() != 4 or v.shape[:2] != (B, T):
+        raise _shape("v", v, f"[{B}, {T}, HV, V]")
+    HV, V = v.shape[2:]
+    if HV % H if H else HV:
+        raise _shape("v", v, f"HV (here {HV}) a multiple of H ({H})")
+    for name, gate in (("g", g), ("beta", beta)):
+        if gate.shape != (B, T, HV):
+            raise _shape(name, gate, f"[{B}, {T}, {HV}]")
+    sequences = B
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or not cu_seqlens.numel() or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise CallError(f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; accepted: int32 or int64, [N+1]")
+        if B != 1:
+            raise _shape("q", q, "[1, T, H, K] with cu_seqlens: the sequences are packed in one row")
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        wanted = (sequences, HV, V, K) if state_v_first else (sequences, HV, K, V)
+        if initial_state.shape != wanted:
+            order = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
+            raise _shape("initial_state", initial_state, f"{order} = {list(wanted)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise CallError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; accepted: one dtype for the three")
+    named = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != q.device:
+            raise CallError(f"{name} is on {tensor.device}; accepted: q's device, {q.device}")
+
+
+def activate_gates(
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The contract's g and beta from raw ones, in float32 and with their gradients.
+
+    Args:
+        g: ``[B, T, HV]``; with ``use_gate_in_kernel`` the raw input of ``-exp(A_log)·softplus(g + dt_bias)``.
+        beta: ``[B, T, HV]``; with ``use_beta_sigmoid_in_kernel`` the raw input of the sigmoid.
+        A_log, dt_bias: ``[HV]``.
+        allow_neg_eigval: beta is twice the sigmoid.
+
+    Raises:
+        CallError: a flag without what it needs.
+    """
+    if use_gate_in_kernel:
+        if A_log is None:
+            raise CallError("use_gate_in_kernel=True without A_log; accepted: A_log [HV], and dt_bias [HV] or None")
+        raw = g.float() if dt_bias is None else g.float() + dt_bias.float()
+        g = -A_log.float().exp() * softplus(raw)
+    elif A_log is not None or dt_bias is not None:
+        raise CallError("A_log or dt_bias without use_gate_in_kernel=True, which alone gives them a meaning")
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.float().sigmoid()
+        beta = 2 * beta if allow_neg_eigval else beta
+    elif allow_neg_eigval:
+        raise CallError("allow_neg_eigval=True without use_beta_sigmoid_in_kernel=True; double beta yourself")
+    return g, beta
+
+
+def _shape(name: str, tensor: Tensor, wanted: str) -> CallError:
+    return CallError(f"{name} is {list(tensor.shape)}; accepted: {wanted}")

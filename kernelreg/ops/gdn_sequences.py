@@ -1,0 +1,92 @@
+"""Where the sequences of a packed batch lie, as the host sees it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from kernelreg.errors import CallError
+
+#: Layouts remembered; a model's layers share one cu_seqlens tensor per batch.
+_CAPACITY = 16
+
+
+class Sequences:
+    """The host's copy of a ``cu_seqlens``, and what libraries may be given in its stead.
+
+    Attributes:
+        edges: its values: where each sequence starts, and where the last one ends.
+        filled: the numbers of the sequences that have tokens, or None when all have.
+        packed: int64 edges of the filled sequences, on the same device. A fresh object for fresh values: libraries
+            that cache by a tensor's identity cannot mistake it for what the caller's tensor held before.
+    """
+
+    __slots__ = ("edges", "filled", "packed")
+
+    def __init__(self, edges: tuple[int, ...], cu_seqlens: Tensor) -> None:
+        lengths = [end - start for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        filled = [place for place, length in enumerate(lengths) if length]
+        self.edges = edges
+        self.filled: Tensor | None = None
+        self.packed = cu_seqlens.to(torch.int64, copy=True)
+        if len(filled) < len(lengths):
+            self.filled = torch.tensor(filled, dtype=torch.int64, device=cu_seqlens.device)
+            ends = [0, *(edges[place + 1] for place in filled)]
+            self.packed = torch.tensor(ends, dtype=torch.int64, device=cu_seqlens.device)
+
+
+class _Memory:
+    """What was read, by the tensor's identity and its version: an in-place change is another version."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, tuple[weakref.ref[Tensor], int, Sequences]] = OrderedDict()
+
+    def get(self, tensor: Tensor, version: int) -> Sequences | None:
+        kept = self._kept.get(id(tensor))
+        if kept is None or kept[0]() is not tensor or kept[1] != version:
+            return None
+        return kept[2]
+
+    def put(self, tensor: Tensor, version: int, sequences: Sequences) -> None:
+        self._kept[id(tensor)] = (weakref.ref(tensor), version, sequences)
+        while len(self._kept) > _CAPACITY:
+            self._kept.popitem(last=False)
+
+
+_memory = _Memory()
+
+
+def read_sequences(cu_seqlens: Tensor, tokens: int, cu_seqlens_cpu: Tensor | None = None) -> Sequences:
+    """The host's copy, read once per tensor and version: a device sync unless ``cu_seqlens_cpu`` spares it.
+
+    Args:
+        cu_seqlens: ``[N+1]``, int32 or int64.
+        tokens: T of the packed batch.
+        cu_seqlens_cpu: the same values on the CPU, if the caller has them.
+
+    Raises:
+        CallError: it does not start at 0, goes back, or ends behind the last token.
+    """
+    version = None if torch.is_inference(cu_seqlens) else cu_seqlens._version
+    if version is not None:
+        known = _memory.get(cu_seqlens, version)
+        if known is not None and known.edges[-1] <= tokens:
+            return known
+    values = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    edges = tuple(values.tolist())
+    ordered = all(start <= end for start, end in zip(edges[:-1], edges[1:], strict=True))
+    if edges[0] != 0 or edges[-1] > tokens or not ordered:
+        raise CallError(f"cu_seqlens is {_short(edges)}; accepted: from 0, never back, and not beyond T = {tokens}")
+    sequences = Sequences(edges, cu_seqlens)
+    if version is not None:
+        _memory.put(cu_seqlens, version, sequences)
+    return sequences
+
+
+def _short(edges: tuple[int, ...]) -> str:
+    if len(edges) <= 8:
+        return str(list(edges))
+    return f"[{', '.join(map(str, edges[:4]))}, …, {', '.join(map(str, edges[-2:]))}]"

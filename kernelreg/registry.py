@@ -1,0 +1,133 @@
+"""The backends that are there: this project's own and everyone's, found through one entry-point group.
+
+An entry point's value names a package (or a module beside it), and the ``backend.toml`` in that folder is read
+without importing any of the package's code. ``package:other.toml`` names another file in the folder.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from kernelreg.descriptor import Descriptor, Kernel, load_descriptor
+from kernelreg.errors import DescriptorError
+from kernelreg.machine.model import Problem
+from kernelreg.ops import operation_named
+
+GROUP = "kernelreg.backends"
+#: The distribution whose backends are built in: they come first and survive ``KERNELREG_PLUGINS=off``.
+BUILT_IN = "kernelreg"
+
+
+class Backend(msgspec.Struct, frozen=True, kw_only=True):
+    """A descriptor and where it came from."""
+
+    descriptor: Descriptor
+    origin: str
+
+    @property
+    def name(self) -> str:
+        return self.descriptor.name
+
+
+class Registry(msgspec.Struct, frozen=True):
+    """Backends in name order, and what went wrong on the way to them. A value: changing it makes another."""
+
+    backends: tuple[Backend, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(backend.name for backend in self.backends)
+
+    def packages(self) -> frozenset[str]:
+        """Every distribution that any descriptor names."""
+        return frozenset(name for backend in self.backends for name in backend.descriptor.packages)
+
+    def kernels(self, operation: str) -> Iterator[tuple[Backend, Kernel]]:
+        """The rows of an operation, by backend name and then in the order of the descriptor."""
+        canonical = operation_named(operation).name
+        for backend in self.backends:
+            for kernel in backend.descriptor.kernel:
+                if kernel.operation == canonical:
+                    yield backend, kernel
+
+    def find(self, backend: str, operation: str, kernel: str) -> tuple[Backend, Kernel] | None:
+        """One row by its names, or None."""
+        rows = self.kernels(operation)
+        return next((row for row in rows if row[0].name == backend and row[1].name == kernel), None)
+
+    def adding(self, backend: Backend) -> Registry:
+        """With one more backend; a name that is taken is not taken over, and that is a problem."""
+        holder = next((each for each in self.backends if each.name == backend.name), None)
+        if holder is not None:
+            text = f"a backend named {backend.name!r} is there already, from {holder.origin}; the first keeps the name"
+            problem = Problem(source=backend.origin, error=text)
+            return Registry(self.backends, (*self.problems, problem))
+        backends = sorted((*self.backends, backend), key=lambda each: each.name)
+        return Registry(tuple(backends), self.problems)
+
+    def without(self, name: str) -> Registry:
+        """Without the backend of that name."""
+        return Registry(tuple(each for each in self.backends if each.name != name), self.problems)
+
+    def adding_problem(self, problem: Problem) -> Registry:
+        return Registry(self.backends, (*self.problems, problem))
+
+
+def discover(*, plugins: bool = True) -> Registry:
+    """Every backend of the entry-point group; a descriptor that cannot be read costs only that backend."""
+    registry = Registry()
+    for entry_point in _entry_points():
+        distribution = _distribution(entry_point)
+        if not plugins and distribution != BUILT_IN:
+            continue
+        origin = f"{distribution}: {entry_point.name} = {entry_point.value}"
+        try:
+            path = descriptor_path(entry_point)
+            backend = Backend(descriptor=load_descriptor(path), origin=origin)
+        except Exception as error:  # other people's files and finders: any fault costs that backend alone
+            kind = "" if isinstance(error, DescriptorError) else f"{type(error).__name__}: "
+            registry = registry.adding_problem(Problem(source=origin, error=f"{kind}{error}"))
+        else:
+            registry = registry.adding(backend)
+    return registry
+
+
+def descriptor_path(entry_point: importlib.metadata.EntryPoint) -> Path:
+    """The ``backend.toml`` that an entry point leads to, found without importing what it names.
+
+    Raises:
+        DescriptorError: the value leads to no such file.
+    """
+    top, *below = entry_point.module.split(".")
+    file = entry_point.attr or "backend.toml"
+    # Only the top-level name is looked up: finding a submodule would import its parents.
+    spec = importlib.util.find_spec(top)
+    roots = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not roots and spec is not None and spec.origin:
+        roots = [str(Path(spec.origin).parent)]
+    folders = [folder for root in roots for folder in (Path(root, *below), Path(root, *below[:-1]))]
+    for folder in folders:
+        if (folder / file).is_file():
+            return folder / file
+    looked = ", ".join(str(folder / file) for folder in dict.fromkeys(folders)) or f"no package {top!r}"
+    raise DescriptorError(f"entry point {entry_point.name!r} leads to no descriptor; looked for: {looked}")
+
+
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    """The group's entry points, this project's first and the rest by distribution and name."""
+
+    def place(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
+        distribution = _distribution(entry_point)
+        return (distribution != BUILT_IN, distribution, entry_point.name)
+
+    return sorted(importlib.metadata.entry_points(group=GROUP), key=place)
+
+
+def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
+    name: str | None = entry_point.dist.name if entry_point.dist is not None else None
+    return name or "unknown distribution"

@@ -1,0 +1,128 @@
+"""A decision and the means to call what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kernelreg.call import Call
+from kernelreg.decoding import decode_json
+from kernelreg.errors import KernelregError
+from kernelreg.resolver import Candidate, Decision
+
+#: Turns a decision into its callable, and gives the decision that holds afterwards.
+Load = Callable[[Decision], tuple[Decision, Callable[..., Any]]]
+
+
+class Resolution:
+    """The chosen kernel and a verdict, with all reasons, for every other.
+
+    Equal to another when both decided the same on the same grounds.
+
+    Attributes:
+        decision: the decision as immutable data.
+    """
+
+    __slots__ = ("_function", "_load", "decision")
+
+    def __init__(self, decision: Decision, load: Load | None = None) -> None:
+        self.decision = decision
+        self._load = load
+        self._function: Callable[..., Any] | None = None
+
+    @property
+    def operation(self) -> str:
+        """The operation's canonical name."""
+        return self.decision.operation
+
+    @property
+    def device(self) -> str:
+        """The device as torch names it."""
+        return self.decision.device
+
+    @property
+    def backend(self) -> str | None:
+        """The chosen backend's name; None where nothing fits."""
+        return self.decision.backend
+
+    @property
+    def kernel(self) -> str | None:
+        """The chosen row's name; None where nothing fits."""
+        return self.decision.kernel
+
+    @property
+    def call(self) -> Call:
+        """What the call needs."""
+        return self.decision.call
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every kernel considered, best first."""
+        return self.decision.candidates
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The chosen kernel with the operation's signature. Reading it imports the backend's adapter.
+
+        Where that import fails, an automatic choice moves on to the next kernel that fits, says so once, and this
+        resolution then tells of that one.
+
+        Raises:
+            NoBackendError: nothing fits, or the import failed and the policy allows no other.
+        """
+        if self._function is None:
+            if self._load is None:
+                raise KernelregError("this resolution was read from data; call kernelreg.resolve to get a function")
+            self.decision, self._function = self._load(self.decision)
+        return self._function
+
+    def explain(self) -> str:
+        """The decision as text for a person."""
+        return explain(self.decision)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as plain data."""
+        data: dict[str, Any] = msgspec.to_builtins(self.decision, order="deterministic")
+        return data
+
+    def to_json(self) -> str:
+        """The decision as JSON, which :meth:`from_json` reads back to an equal resolution."""
+        return msgspec.json.encode(self.decision, order="deterministic").decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Resolution:
+        """A resolution from :meth:`to_json`'s text.
+
+        Raises:
+            KernelregError: not such a text; names the key.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        return cls(decode_json(data, Decision, source="resolution", error=KernelregError))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Resolution) and self.decision == other.decision
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        chosen = f"{self.backend} {self.kernel}" if self.backend else "nothing fits"
+        return f"<Resolution {self.operation} on {self.device}: {chosen}>"
+
+
+def explain(decision: Decision) -> str:
+    """A decision as text: what was asked, what was chosen, and each other kernel with all its reasons."""
+    chosen = f"{decision.backend} {decision.kernel}" if decision.backend else "no kernel fits"
+    lines = [f"{decision.operation} on {decision.device}: {chosen}", f"  call: {decision.call}"]
+    width = max((len(f"{each.backend} {each.kernel}") for each in decision.candidates), default=0)
+    for candidate in decision.candidates:
+        name = f"{candidate.backend} {candidate.kernel}".ljust(width)
+        lines.append(f"  {candidate.status:8}  {name}".rstrip())
+        for reason in candidate.reasons:
+            lines.append(f"            - {reason}")
+            if reason.fix:
+                lines.append(f"              fix: {reason.fix}")
+    if not decision.candidates:
+        lines.append("  no backend has a kernel for it")
+    return "\n".join(lines)

@@ -1,0 +1,213 @@
+"""Which kernel, and why not the others: a pure function of descriptors, facts, call and policy.
+
+It reads no environment, no clock and no GPU, so a decision can be replayed anywhere from a facts file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from kernelreg.call import Call
+from kernelreg.descriptor import Kernel
+from kernelreg.machine.model import Facts
+from kernelreg.ops import operation_named
+from kernelreg.policy import Policy
+from kernelreg.reasons import Reason, ReasonCode, told_in_order
+from kernelreg.registry import Backend, Registry
+from kernelreg.requirements import call_reasons, holds, known_bad_reasons, machine_reasons
+
+Status = Literal["chosen", "eligible", "rejected"]
+
+#: Said once by the backend's table, these need not be said again by the row's.
+_SAID_ONCE = frozenset(
+    {
+        ReasonCode.NO_DEVICE,
+        ReasonCode.TORCH_MISSING,
+        ReasonCode.CUDA_BUILD,
+        ReasonCode.PACKAGE_MISSING,
+        ReasonCode.TOOL_MISSING,
+    }
+)
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kernel's verdict.
+
+    Attributes:
+        status: ``chosen`` (no reasons), ``eligible`` (it could run; its one reason is ``outranked``) or ``rejected``.
+        reasons: all reasons against it, the most telling first.
+    """
+
+    backend: str
+    kernel: str
+    status: Status
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it could run."""
+        return self.status != "rejected"
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was decided, as data: enough to explain it, and with the facts file to replay it."""
+
+    schema: Literal[1] = 1
+    operation: str
+    device: str
+    backend: str | None
+    kernel: str | None
+    call: Call
+    policy: Policy
+    facts: str
+    candidates: tuple[Candidate, ...]
+
+
+class Rank(msgspec.Struct, frozen=True, order=True):
+    """Where a kernel stands among those that could run: policy, then evidence, then name. Smaller is better."""
+
+    wish: int
+    slow: bool
+    unmeasured: bool
+    slowness: float
+    backend: str
+    kernel: str
+
+    @property
+    def evidence(self) -> str:
+        if self.unmeasured:
+            return "no measurement of such a call"
+        return f"measured {-self.slowness:.3g} × the torch kernel's speed"
+
+
+def decide(
+    registry: Registry,
+    facts: Facts,
+    call: Call,
+    policy: Policy,
+    ruled_out: Mapping[str, Reason] | None = None,
+) -> Decision:
+    """Judge every kernel of the call's operation and choose the best of those that fit.
+
+    Args:
+        registry: the backends.
+        facts: the machine.
+        call: what the call needs.
+        policy: what the user asked for.
+        ruled_out: backends that this process found unusable (their adapter did not import), with the reason.
+    """
+    judged = [
+        (rank(backend, kernel, facts, call, policy), _reasons(backend, kernel, facts, call, policy, ruled_out or {}))
+        for backend, kernel in registry.kernels(call.operation)
+    ]
+    judged.sort(key=lambda pair: (bool(pair[1]), pair[0]))
+    best = judged[0][0] if judged and not judged[0][1] else None
+    return Decision(
+        operation=call.operation,
+        device=call.device,
+        backend=best.backend if best else None,
+        kernel=best.kernel if best else None,
+        call=call,
+        policy=policy,
+        facts=facts.fingerprint,
+        candidates=tuple(_candidate(place, reasons, best) for place, reasons in judged),
+    )
+
+
+def rank(backend: Backend, kernel: Kernel, facts: Facts, call: Call, policy: Policy) -> Rank:
+    """Where a kernel would stand if it could run."""
+    wishes = policy.prefer
+    speedup = next(
+        (each.speedup for each in kernel.preference if holds(each.when, kernel.name, facts, call)), None
+    )
+    return Rank(
+        wish=wishes.index(backend.name) if backend.name in wishes else len(wishes),
+        slow=any(
+            entry.severity == "slow" and holds(entry.when, kernel.name, facts, call)
+            for entry in backend.descriptor.known_bad
+        ),
+        unmeasured=speedup is None,
+        slowness=-(speedup or 0.0),
+        backend=backend.name,
+        kernel=kernel.name,
+    )
+
+
+def _candidate(place: Rank, reasons: tuple[Reason, ...], best: Rank | None) -> Candidate:
+    status: Status = "rejected"
+    if best is not None and not reasons:
+        status = "chosen" if place == best else "eligible"
+    if status == "eligible" and best is not None:
+        actual = f"{place.evidence}; {best.backend} {best.kernel}: {best.evidence}"
+        if best.wish < place.wish:
+            actual = f"{best.backend} is preferred"
+        reasons = (
+            Reason(
+                code=ReasonCode.OUTRANKED,
+                subject=f"by {best.backend} {best.kernel}",
+                actual=actual,
+                fix=f"KERNELREG_PREFER={place.backend}" if place.backend != best.backend else None,
+            ),
+        )
+    return Candidate(backend=place.backend, kernel=place.kernel, status=status, reasons=reasons)
+
+
+def _reasons(
+    backend: Backend,
+    kernel: Kernel,
+    facts: Facts,
+    call: Call,
+    policy: Policy,
+    ruled_out: Mapping[str, Reason],
+) -> tuple[Reason, ...]:
+    descriptor = backend.descriptor
+    reasons = _policy_reasons(backend.name, call.operation, policy)
+    reasons += operation_named(call.operation).reasons(call)
+    reasons += machine_reasons(descriptor.requires, facts, call.device, install=descriptor.install)
+    said = {(reason.code, reason.subject) for reason in reasons if reason.code in _SAID_ONCE}
+    more = machine_reasons(kernel.requires, facts, call.device, install=descriptor.install)
+    reasons += [reason for reason in more if (reason.code, reason.subject) not in said]
+    reasons += known_bad_reasons(descriptor.known_bad, kernel.name, facts, call)
+    reasons += call_reasons(kernel.accepts, call)
+    if backend.name in ruled_out:
+        reasons.append(ruled_out[backend.name])
+    return told_in_order(reasons)
+
+
+def _policy_reasons(backend: str, operation: str, policy: Policy) -> list[Reason]:
+    reasons = []
+    forced = policy.backend.get(operation)
+    if forced is not None and forced != backend:
+        origin = policy.origin.get(f"backend.{operation}", "policy")
+        reasons.append(
+            Reason(
+                code=ReasonCode.NOT_SELECTED,
+                subject=origin,
+                actual=f"forces {forced} for {operation}",
+                fix=_unset(origin),
+            )
+        )
+    if backend in policy.disable:
+        origin = policy.origin.get("disable", "policy")
+        reasons.append(
+            Reason(code=ReasonCode.DISABLED, subject=origin, actual=f"disables {backend}", fix=_unset(origin))
+        )
+    if policy.strict and policy.prefer and forced is None and backend not in policy.prefer:
+        origin = policy.origin.get("prefer", "policy")
+        reasons.append(
+            Reason(
+                code=ReasonCode.NOT_SELECTED,
+                subject=origin,
+                actual=f"wishes for {', '.join(policy.prefer)}, and strict allows no other",
+                fix=_unset(policy.origin.get("strict", "policy")),
+            )
+        )
+    return reasons
+
+
+def _unset(origin: str) -> str | None:
+    """The command that takes a word back, where it is an environment variable's."""
+    return f"unset {origin}" if origin.startswith("KERNELREG_") else None

@@ -1,0 +1,271 @@
+"""This process: its registry, facts, environment and findings, each read once and kept until told otherwise.
+
+All that is impure about a decision is here; the resolver gets it as arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import msgspec
+
+from kernelreg.adapters import load_function
+from kernelreg.announce import announce, say_once, set_level
+from kernelreg.call import Call
+from kernelreg.errors import AdapterError, ConfigurationError, NoBackendError
+from kernelreg.machine import CPU, Device, Facts, detect
+from kernelreg.machine.torch_devices import current_index, observed_device
+from kernelreg.policy import PREFIX, Policy, read_environment, read_log_level, read_plugins
+from kernelreg.reasons import Reason
+from kernelreg.registry import Backend, Registry, discover
+from kernelreg.resolution import Resolution
+from kernelreg.resolver import Decision, decide
+
+Observer = Callable[[Resolution], object]
+
+
+class Override:
+    """One ``use()`` block: a policy that is laid over what holds outside. Its identity tells blocks apart."""
+
+    __slots__ = ("policy",)
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+
+#: The innermost ``use()`` of this task or thread, already laid over the outer ones.
+_use: ContextVar[Override | None] = ContextVar("kernelreg_use", default=None)
+
+
+class Session:
+    """What one process knows. Reads are of immutable values; changes swap a value under the lock."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._lock = threading.RLock()
+        self._registry: Registry | None = None
+        self._facts: Facts | None = None
+        self._policy: Policy | None = None
+        self._seen: dict[str, str] = {}
+        self.ruled_out: dict[str, Reason] = {}
+        self.observers: tuple[Observer, ...] = ()
+        self._listeners: list[Callable[[], None]] = []
+
+    # -- what there is ---------------------------------------------------------------------------------------------
+
+    def registry(self) -> Registry:
+        """The backends of this process."""
+        with self._lock:
+            if self._registry is None:
+                self._registry = discover(plugins=self._plugins_wanted())
+            return self._registry
+
+    def facts(self) -> Facts:
+        """This machine's facts, or those of the file that ``KERNELREG_FACTS`` names.
+
+        Raises:
+            FactsError: the file cannot be read.
+        """
+        with self._lock:
+            self._notice_environment()
+            if self._facts is None:
+                path = self._environ.get("KERNELREG_FACTS", "").strip()
+                self._facts = Facts.load(path) if path else detect(self.registry().packages(), self._environ)
+            return self._facts
+
+    def facts_seeing(self, device: str) -> Facts:
+        """The facts with the device of a live tensor in them: it exists, whoever failed to list it."""
+        facts = self.facts()
+        if facts.device(device) is not None:
+            return facts
+        with self._lock:
+            if not self._environ.get("KERNELREG_FACTS", "").strip():
+                self._facts = detect(self.registry().packages(), self._environ)
+            facts = self.facts()
+            if facts.device(device) is None:
+                devices = (*facts.devices, observed_device(device))
+                self._facts = facts = msgspec.structs.replace(facts, devices=devices)
+            return facts
+
+    def policy(self) -> Policy:
+        """What holds now: the environment's words under those of ``use()``.
+
+        Raises:
+            ConfigurationError: the environment says something unknown.
+        """
+        with self._lock:
+            self._notice_environment()
+            if self._policy is None:
+                self._policy = self._read_policy()
+        over = _use.get()
+        return self._policy if over is None else self._policy.overlaid(over.policy)
+
+    # -- what changes it -------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Forget facts, backends' import failures and the environment; all is read anew when next asked for."""
+        with self._lock:
+            self._facts = self._policy = None
+            self._seen = {}
+            self.ruled_out = {}
+            self._changed()
+
+    def add(self, backend: Backend) -> Callable[[], None]:
+        """Add a backend; gives the function that takes it out again.
+
+        Raises:
+            ConfigurationError: the name is taken.
+        """
+        with self._lock:
+            registry = self.registry()
+            if backend.name in registry.names():
+                problem = registry.adding(backend).problems[-1]
+                raise ConfigurationError(f"{problem.source}: {problem.error}")
+            self._swap(registry.adding(backend))
+
+        def undo() -> None:
+            with self._lock:
+                if backend in self.registry().backends:
+                    self._swap(self.registry().without(backend.name))
+
+        return undo
+
+    def rule_out(self, backend: str, reason: Reason) -> None:
+        """Remember that a backend's adapter does not import."""
+        with self._lock:
+            self.ruled_out = {**self.ruled_out, backend: reason}
+            self._changed()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever an answer given before may not hold any more."""
+        self._listeners.append(listener)
+
+    # -- deciding --------------------------------------------------------------------------------------------------
+
+    def resolve(self, call: Call, *, facts: Facts | None = None, policy: Policy | None = None) -> Resolution:
+        """Decide one call, tell the log and the observers.
+
+        Raises:
+            NoBackendError: nothing fits.
+        """
+        known = self.facts() if facts is None else facts
+        wanted = self.policy() if policy is None else policy
+        registry = self.registry()
+        decision = decide(registry, known, call, wanted, self.ruled_out)
+
+        def load(decided: Decision) -> tuple[Decision, Callable[..., object]]:
+            return self.load(decided, known)
+
+        resolution = Resolution(decision, load)
+        announce(decision, registry, known)
+        for observer in self.observers:
+            observer(resolution)
+        if decision.backend is None:
+            raise NoBackendError(resolution.explain(), resolution)
+        return resolution
+
+    def load(self, decision: Decision, facts: Facts) -> tuple[Decision, Callable[..., object]]:
+        """The callable of what was decided. Where its adapter does not import, the next kernel that fits, said once.
+
+        Raises:
+            NoBackendError: nothing fits (any more), or the policy allows no other.
+        """
+        while True:
+            registry = self.registry()
+            row = registry.find(decision.backend or "", decision.operation, decision.kernel or "")
+            if row is None:
+                resolution = Resolution(decision)
+                raise NoBackendError(resolution.explain(), resolution)
+            try:
+                return decision, load_function(*row)
+            except AdapterError as error:
+                self.rule_out(row[0].name, error.reason)
+                failed, cause = decision, error
+            decision = decide(registry, facts, failed.call, failed.policy, self.ruled_out)
+            resolution = Resolution(decision)
+            if decision.backend is None or failed.policy.strict:
+                raise NoBackendError(f"{cause}\n{resolution.explain()}", resolution) from cause
+            announce(decision, registry, facts)
+
+    def default_device(self, facts: Facts) -> str:
+        """The current accelerator that this torch can use, else ``cpu``."""
+        usable = [device for device in facts.devices if _usable(device, facts)]
+        if not usable:
+            return CPU.torch_name
+        kind = usable[0].torch_name.partition(":")[0]
+        current = f"{kind}:{current_index(kind)}" if facts is self._facts else usable[0].torch_name
+        return current if facts.device(current) is not None else usable[0].torch_name
+
+    # -- the environment -------------------------------------------------------------------------------------------
+
+    def environment_policy(self) -> tuple[Policy, list[ConfigurationError], list[str]]:
+        """The environment's policy with every error and warning, for the doctor."""
+        return read_environment(self._environ, self.registry().names())
+
+    def _read_policy(self) -> Policy:
+        policy, errors, warnings = self.environment_policy()
+        if errors:
+            raise errors[0]
+        set_level(read_log_level(self._environ))
+        for warning in warnings:
+            say_once(logging.WARNING, warning)
+        return policy
+
+    def _plugins_wanted(self) -> bool:
+        try:
+            return read_plugins(self._environ)
+        except ConfigurationError:  # the policy's reader raises it where someone can act on it
+            return True
+
+    def _notice_environment(self) -> None:
+        """Drop what was read from variables that have another value now."""
+        now = {name: value for name, value in self._environ.items() if name.startswith(PREFIX)}
+        if now == self._seen:
+            return
+        before, self._seen = self._seen, now
+        self._policy = None
+        if before.get("KERNELREG_FACTS") != now.get("KERNELREG_FACTS"):
+            self._facts = None
+        if before.get("KERNELREG_PLUGINS") != now.get("KERNELREG_PLUGINS"):
+            self._registry = self._facts = None
+        self._changed()
+
+    def _swap(self, registry: Registry) -> None:
+        self._registry = registry
+        self._facts = self._policy = None
+        self._changed()
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+session = Session(os.environ)
+
+
+@contextmanager
+def overriding(over: Policy) -> Iterator[None]:
+    """Lay a policy over the current one, for this task or thread, until the block ends."""
+    outer = _use.get()
+    token = _use.set(Override(over if outer is None else outer.policy.overlaid(over)))
+    try:
+        yield
+    finally:
+        _use.reset(token)
+
+
+#: The override that holds in this task or thread, or None.
+current_override = _use.get
+
+
+def _usable(device: Device, facts: Facts) -> bool:
+    """Whether the torch build can put tensors there; without torch, nothing says that it could not."""
+    if facts.torch is None:
+        return True
+    return {"cuda": facts.torch.cuda, "rocm": facts.torch.hip}.get(device.type, "yes") is not None
+

@@ -1,0 +1,87 @@
+"""GDN calls for tests: inputs from a seed, and what the float64 recurrence gives for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+from kernelreg.ops.gdn_reference import reference_gated_delta_rule
+
+Call = dict[str, Any]
+
+#: Bounds on ‖out − ref‖ / ‖ref‖ by dtype. Half precision: a few roundings of 2^-9 (bfloat16) and 2^-11 (float16)
+#: through the chunk's matrix products. float32: what plain PyTorch must keep (issue of this project), and 10 times
+#: what TF32 products give for kernels that use them. float64: the same with its epsilon.
+BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def gdn_call(
+    B: int = 2,
+    T: int = 300,
+    H: int = 2,
+    HV: int = 4,
+    K: int = 32,
+    V: int = 48,
+    *,
+    dtype: torch.dtype = torch.float32,
+    edges: Sequence[int] | None = None,
+    state: bool = True,
+    normalised: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+    zero_gates: bool = False,
+) -> Call:
+    """Arguments of one call. With ``edges`` the sequences are packed (then B is 1).
+
+    Keys are of unit length, by the caller or, with ``normalised`` False, by the kernel.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    B = B if edges is None else 1
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sequences = B if edges is None else len(edges) - 1
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = random(B, T, H, K), random(B, T, H, K), random(B, T, HV, V)
+    g = logsigmoid(random(B, T, HV))
+    if zero_gates:  # a quarter of the heads never forgets
+        g[..., : max(HV // 4, 1)] = 0
+    call: Call = {
+        "q": (normalize(q, dim=-1) if normalised else q).to(device, dtype),
+        "k": (normalize(k, dim=-1) if normalised else k).to(device, dtype),
+        "v": v.to(device, dtype),
+        "g": g.to(device, wide),
+        "beta": random(B, T, HV).sigmoid().to(device, wide),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": not normalised,
+    }
+    if state:
+        call["initial_state"] = (0.3 * random(sequences, HV, K, V)).to(device, wide)
+    if edges is not None:
+        call["cu_seqlens"] = torch.tensor(edges, dtype=torch.int64, device=device)
+    return call
+
+
+def expected(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and final state of the float64 recurrence, computed on the CPU unless gradients are to flow."""
+    words = {name: value for name, value in call.items() if name != "output_final_state"}
+    if not any(isinstance(each, Tensor) and each.requires_grad for each in words.values()):
+        words = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in words.items()}
+    return reference_gated_delta_rule(**words)
+
+
+def relative(actual: Tensor, reference: Tensor) -> float:
+    """‖actual − reference‖ / ‖reference‖; 0 where both are empty, NaN where ``actual`` has one."""
+    difference = (actual.detach().double().cpu() - reference.detach().double().cpu()).norm()
+    return float(difference / reference.detach().double().cpu().norm().clamp_min(1e-300))
+
+
+def leaves(call: Call) -> dict[str, Tensor]:
+    """The call's differentiable tensors, made to require gradients in place."""
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    return {name: call[name].requires_grad_() for name in names if name in call}
