@@ -15,31 +15,34 @@ import pytest
 
 import kernelreg
 
-ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
 Record = Callable[[str, str, str], None]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     torch = pytest.importorskip("torch")
-    here = Path(__file__).parent
     missing = None if torch.cuda.is_available() else "no CUDA device that this torch can use"
     for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            if missing:
-                item.add_marker(pytest.mark.skip(reason=missing))
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        # With pytest-xdist and --dist loadgroup: one process per backend, so that each compiles its kernels once.
+        item.add_marker(pytest.mark.xdist_group(str(getattr(item, "callspec", None) and item.callspec.params)))  # type: ignore[attr-defined]
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=missing))
 
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Record:
     """``record(case, backend, result)`` keeps a row for the evidence file."""
-    rows = request.config.stash.setdefault(ROWS, [])
-    return lambda case, backend, result: rows.append((case, backend, result))
+    properties = request.node.user_properties
+    return lambda case, backend, result: properties.append(("evidence", (case, backend, result)))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--evidence")
-    rows = session.config.stash.get(ROWS, [])
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    path = config.getoption("--evidence")
+    reports = {name: terminalreporter.getreports(name) for name in ("passed", "failed")}
+    done = [report for name in ("passed", "failed") for report in reports[name] if report.when == "call"]
+    rows = [value for report in done for name, value in report.user_properties if name == "evidence"]
     if not path or not rows:
         return
     facts = kernelreg.facts()
@@ -50,12 +53,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     lines = [
         f"# GDN kernels under the contract, {datetime.date.today().isoformat()}",
         "",
-        f"Made by `python -m {' '.join(['pytest', *session.config.invocation_params.args])}`.",
+        f"Made by `python -m {' '.join(['pytest', *config.invocation_params.args])}`.",
         "",
         f"{device.name}, compute capability {device.compute_capability}, driver {facts.driver and facts.driver.version}; "
         f"Python {sys.version.split()[0]}, torch {facts.torch and facts.torch.version}, "
         f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions}.",
-        f"{session.testscollected} tests, {session.testsfailed} failed. Errors are ‖out − ref‖ / ‖ref‖ against the "
+        f"{len(done)} tests, {len(reports['failed'])} failed. Errors are ‖out − ref‖ / ‖ref‖ against the "
         "float64 recurrence.",
         "",
         "| case | " + " | ".join(backends) + " |",
