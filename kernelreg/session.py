@@ -75,8 +75,12 @@ class Session:
             self._notice_environment()
             if self._facts is None:
                 path = self._environ.get("KERNELREG_FACTS", "").strip()
-                self._facts = Facts.load(path) if path else detect(self.registry().packages(), self._environ)
+                self._facts = Facts.load(path) if path else self.detected()
             return self._facts
+
+    def detected(self) -> Facts:
+        """This machine's facts, whatever ``KERNELREG_FACTS`` says."""
+        return detect(self.registry().packages(), self._environ)
 
     def facts_seeing(self, device: str) -> Facts:
         """The facts with the device of a live tensor in them: it exists, whoever failed to list it."""
@@ -85,7 +89,7 @@ class Session:
             return facts
         with self._lock:
             if not self._environ.get("KERNELREG_FACTS", "").strip():
-                self._facts = detect(self.registry().packages(), self._environ)
+                self._facts = self.detected()
             facts = self.facts()
             if facts.device(device) is None:
                 devices = (*facts.devices, observed_device(device))

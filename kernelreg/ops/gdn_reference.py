@@ -63,8 +63,3 @@ def reference_gated_delta_rule(
     final = torch.stack(finals) if finals else states
     return o, final.transpose(-1, -2) if state_v_first else final
 
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖ in float64; NaN in ``actual`` gives NaN, which no bound accepts."""
-    difference = (actual.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp_min(1e-300))

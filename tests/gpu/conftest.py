@@ -18,6 +18,7 @@ import kernelreg
 Record = Callable[[str, str, str], None]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     torch = pytest.importorskip("torch")
     missing = None if torch.cuda.is_available() else "no CUDA device that this torch can use"

@@ -1,0 +1,118 @@
+"""``kernelreg backends``: every backend and row, where it runs, and whether it could run here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import msgspec
+
+from kernelreg.call import make_call
+from kernelreg.cli._shared import console, facts_of, print_json
+from kernelreg.descriptor import Kernel, full
+from kernelreg.machine import Facts, Problem
+from kernelreg.ops import operations
+from kernelreg.policy import Policy
+from kernelreg.registry import Backend
+from kernelreg.resolver import Candidate, decide
+from kernelreg.schema import descriptor_schema
+from kernelreg.session import session
+
+NAME = "backends"
+HELP = "List every backend, its kernels and whether they could run here; broken descriptors with their cause."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What else can be printed of them."""
+    parser.add_argument("--device", help="the device to judge for; the current accelerator if not given")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of backend.toml instead")
+
+
+def run(words: argparse.Namespace) -> int:
+    """0, or 1 where a backend could not be read."""
+    if words.schema:
+        print_json(descriptor_schema())
+        return 0
+    registry = session.registry()
+    facts = facts_of(words)
+    device = words.device or session.default_device(facts)
+    verdicts = _verdicts(facts, device)
+    if words.json:
+        print_json(json.dumps(_data(registry.backends, registry.problems, device, verdicts), indent=2))
+    else:
+        _show(registry.backends, registry.problems, device, verdicts)
+    return 1 if registry.problems else 0
+
+
+def _verdicts(facts: Facts, device: str) -> dict[tuple[str, str, str], Candidate]:
+    """Each row's verdict for a call that says nothing, with no override."""
+    registry = session.registry()
+    decisions = [decide(registry, facts, make_call(each.name, device), Policy()) for each in operations()]
+    return {
+        (candidate.backend, decision.operation, candidate.kernel): candidate
+        for decision in decisions
+        for candidate in decision.candidates
+    }
+
+
+def _data(
+    backends: tuple[Backend, ...],
+    problems: tuple[Problem, ...],
+    device: str,
+    verdicts: dict[tuple[str, str, str], Candidate],
+) -> dict[str, object]:
+    return {
+        "schema": 1,
+        "device": device,
+        "backends": [
+            {
+                "name": backend.name,
+                "origin": backend.origin,
+                "usable": any(each.accepted for key, each in verdicts.items() if key[0] == backend.name),
+                "descriptor": msgspec.to_builtins(backend.descriptor),
+            }
+            for backend in backends
+        ],
+        "problems": msgspec.to_builtins(problems),
+    }
+
+
+def _show(
+    backends: tuple[Backend, ...],
+    problems: tuple[Problem, ...],
+    device: str,
+    verdicts: dict[tuple[str, str, str], Candidate],
+) -> None:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    out = console()
+    for backend in backends:
+        descriptor = backend.descriptor
+        out.print(f"{backend.name}  {descriptor.homepage or ''}".rstrip(), style="bold")
+        out.print(f"  from {backend.origin}; {len(descriptor.known_bad)} known faults", style="dim")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+        for title in ("operation", "kernel", "needs", "validated on", f"on {device}"):
+            table.add_column(title, overflow="fold")
+        for kernel in descriptor.kernel:
+            candidate = verdicts[backend.name, kernel.operation, kernel.name]
+            verdict = "can run" if candidate.accepted else str(candidate.reasons[0])
+            validated = ", ".join(kernel.validated_on) or "upstream's claim"
+            table.add_row(kernel.operation, kernel.name, _needs(backend, kernel), validated, verdict)
+        out.print(table)
+    for problem in problems:
+        out.print(f"could not be read: {problem.source}: {problem.error}", style="yellow")
+
+
+def _needs(backend: Backend, kernel: Kernel) -> str:
+    """A row's requirements in short, its own and its backend's."""
+    needs: dict[str, str] = {}
+    for table in (backend.descriptor.requires, kernel.requires):
+        if "any" not in table.devices:
+            needs["device"] = "/".join(table.devices)
+        for name in ("compute_capability", "torch", "cuda", "hip", "driver", "python"):
+            if getattr(table, name):
+                needs[name.replace("_", " ")] = getattr(table, name)
+        needs |= {name: rule.version for name, rule in full(table.packages).items()}
+        needs |= table.tools
+    return ", ".join(f"{name} {text}".replace(" *", "") for name, text in needs.items()) or "torch"
