@@ -26,10 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent not in item.path.parents:
             continue
         item.add_marker(pytest.mark.gpu)
-        # With pytest-xdist and --dist loadgroup: one process per backend, so that each compiles its kernels once.
-        item.add_marker(pytest.mark.xdist_group(str(getattr(item, "callspec", None) and item.callspec.params)))  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
         if missing:
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def _group(item: pytest.Item) -> str:
+    """Which tests share a process under pytest-xdist's ``--dist loadgroup``: those that compile the same kernels."""
+    kinds = ("float32", "head_dim", "gradients", "captured", "packed", "strided", "scale")
+    backend = next((each for each in ("[torch]", "[fla]", "[flash_qla]") if item.name.endswith(each)), "")
+    return backend + next((kind for kind in kinds if kind in item.name), "")
 
 
 @pytest.fixture
