@@ -13,7 +13,7 @@ import datetime
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +95,24 @@ def trained(function: Callable[..., Any], call: dict[str, Any]) -> Callable[[], 
     return run
 
 
-def rows() -> list[tuple[str, Callable[..., Any], Callable[..., Any], dict[str, Any]]]:
+def rows(only: str) -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any], dict[str, Any]]]:
     """Name, operation, how it is called, tensors."""
     chunk, recurrent = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-    table: list[tuple[str, Any, Any, dict[str, Any]]] = []
-    table += [(f"prefill, dense, {T} tokens", chunk, eager, tensors(1, T)) for T in TOKENS]
-    table += [(f"prefill, 8 sequences, {T} tokens", chunk, eager, tensors(1, T, sequences=8)) for T in TOKENS]
-    table += [(f"prefill, dense, {T} tokens, CUDA graph", chunk, captured, tensors(1, T)) for T in (1024, 8192)]
-    table += [(f"forward and backward, {T} tokens", chunk, trained, tensors(1, T)) for T in (2048, 8192)]
-    table += [(f"decode, {B} sequences", recurrent, eager, tensors(B, 1)) for B in (1, 64)]
-    table += [("decode, 64 sequences, CUDA graph", recurrent, captured, tensors(64, 1))]
-    return table
+    plan: list[tuple[str, Any, Any, int, int, int | None]] = []
+    plan += [(f"prefill, dense, {T} tokens", chunk, eager, 1, T, None) for T in TOKENS]
+    plan += [(f"prefill, 8 sequences, {T} tokens", chunk, eager, 1, T, 8) for T in TOKENS]
+    plan += [(f"prefill, dense, {T} tokens, CUDA graph", chunk, captured, 1, T, None) for T in (1024, 8192)]
+    plan += [(f"forward and backward, {T} tokens", chunk, trained, 1, T, None) for T in (2048, 8192)]
+    plan += [(f"decode, {B} sequences", recurrent, eager, B, 1, None) for B in (1, 64)]
+    plan += [("decode, 64 sequences, CUDA graph", recurrent, captured, 64, 1, None)]
+    for name, function, way, B, T, sequences in plan:
+        if only in name:
+            yield name, function, way, tensors(B, T, sequences=sequences)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", default="", help="only the rows whose name has this text")
     parser.add_argument("--output", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     facts = kernelreg.facts()
@@ -122,7 +125,7 @@ def main() -> int:
     lines = [
         f"# GDN kernels timed side by side, {datetime.date.today().isoformat()}",
         "",
-        "Made by `python benchmarks/gdn_kernels.py`: H 16, HV 32, K = V = 128, bfloat16. Times are medians of "
+        f"Made by `python {' '.join(sys.argv)}`: H 16, HV 32, K = V = 128, bfloat16. Times are medians of "
         f"{REPEATS} repeats of back-to-back calls; ± is the spread; × is the torch kernel's time over this one's.",
         "",
         f"{device.name}, compute capability {device.compute_capability}, driver {facts.driver and facts.driver.version}; "
@@ -133,15 +136,16 @@ def main() -> int:
     ]
     for line in lines:
         print(line)
-    for name, function, way, call in rows():
+    for name, function, way, call in rows(arguments.only):
         cells, base = [], float("nan")
         for backend in names:
             try:
                 with kernelreg.use(backend=backend):
                     middle, spread = measure(way(function, call))
             except kernelreg.NoBackendError as error:
-                row = next(each for each in error.resolution.candidates if each.backend == backend)
-                cells.append(f"refused: {row.reasons[0].code}" if row.reasons else "refused")
+                own = (each for each in error.resolution.candidates if each.backend == backend)
+                closest = min(own, key=lambda each: len(each.reasons), default=None)
+                cells.append("no such kernel" if closest is None else f"refused: {closest.reasons[0].code}")
                 continue
             base = middle if backend == "torch" else base
             cells.append(f"{middle:.3f} ms ± {spread:.0%}, × {base / middle:.2f}")
