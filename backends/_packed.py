@@ -10,9 +10,7 @@ from torch import Tensor
 from kernelreg.ops.gdn_sequences import Sequences, read_sequences
 
 #: A library's call on clean input: tokens in every sequence, and every token in a sequence.
-Run = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]
-]
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def run_clean(
@@ -50,8 +48,9 @@ def run_clean(
         return run(q, k, v, g, beta, None, initial_state)
     filled = sequences.filled
     state = initial_state if initial_state is None or filled is None else initial_state.index_select(0, filled)
-    inputs = (x[:, :end] if end < T else x for x in (q, k, v, g, beta))
-    o, final = run(*inputs, sequences.packed, state)
+    if end < T:
+        q, k, v, g, beta = (x[:, :end] for x in (q, k, v, g, beta))
+    o, final = run(q, k, v, g, beta, sequences.packed, state)
     if end < T:
         o = torch.cat([o, o.new_zeros(1, T - end, HV, V)], 1)
     if final is not None and filled is not None:
@@ -61,7 +60,14 @@ def run_clean(
 
 
 def _carried(
-    initial_state: Tensor | None, count: int, HV: int, K: int, V: int, like: Tensor, v_first: bool, wanted: bool
+    initial_state: Tensor | None,
+    count: int,
+    HV: int,
+    K: int,
+    V: int,
+    like: Tensor,
+    v_first: bool,
+    wanted: bool,
 ) -> Tensor | None:
     """The final state of sequences without tokens: what they started with, in float32."""
     if not wanted:

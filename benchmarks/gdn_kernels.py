@@ -74,7 +74,7 @@ def eager(function: Callable[..., Any], call: dict[str, Any]) -> Callable[[], ob
 
 def captured(function: Callable[..., Any], call: dict[str, Any]) -> Callable[[], object]:
     with torch.no_grad():
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function(**call)
@@ -120,7 +120,7 @@ def main() -> int:
         print("no CUDA device that this torch can use", file=sys.stderr)
         return 1
     device = facts.devices[0]
-    names = [each for each in ("torch", "fla", "flash_qla")]
+    names = ("torch", "fla", "flash_qla")
     versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
     lines = [
         f"# GDN kernels timed side by side, {datetime.date.today().isoformat()}",
@@ -128,7 +128,8 @@ def main() -> int:
         f"Made by `python {' '.join(sys.argv)}`: H 16, HV 32, K = V = 128, bfloat16. Times are medians of "
         f"{REPEATS} repeats of back-to-back calls; ± is the spread; × is the torch kernel's time over this one's.",
         "",
-        f"{device.name}, compute capability {device.compute_capability}, driver {facts.driver and facts.driver.version}; "
+        f"{device.name}, compute capability {device.compute_capability}, "
+        f"driver {facts.driver and facts.driver.version}; "
         f"Python {sys.version.split()[0]}, torch {torch.__version__}, {versions}.",
         "",
         "| call | " + " | ".join(names) + " |",

@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'kernelreg' has no attribute {name!r}")
-    import importlib  # noqa: PLC0415
+    import importlib
 
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value

@@ -37,7 +37,7 @@ def load_function(backend: Backend, kernel: Kernel) -> Callable[..., Any]:
 
 def _chain(error: BaseException) -> str:
     """The error and what caused it, outermost first, each in one line."""
-    told = []
+    told: list[str] = []
     link: BaseException | None = error
     while link is not None and len(told) < 5:
         lines = str(link).strip().splitlines()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from kernelreg import policy as policies
 from kernelreg.call import make_call
 from kernelreg.descriptor import Descriptor, load_descriptor, make_descriptor
 from kernelreg.errors import ConfigurationError
 from kernelreg.machine import Facts
-from kernelreg import policy as policies
 from kernelreg.policy import Policy
 from kernelreg.registry import Backend
 from kernelreg.resolution import Resolution
@@ -74,7 +74,7 @@ def resolve(
     said = sorted(name for name, value in options.items() if value is not None)
     if said or device is not None:
         raise ConfigurationError(f"like= says all of the call; give either it or {', '.join(said or ['device'])}")
-    from kernelreg.gdn import call_like  # noqa: PLC0415  (tensors are here, so torch is loaded already)
+    from kernelreg.gdn import call_like
 
     call = call_like(operation, like)
     return session.resolve(call, facts=session.facts_seeing(call.device) if facts is None else facts, policy=policy)

@@ -37,6 +37,4 @@ def matches_capability(capability: str, text: str) -> bool:
     """Whether a capability such as ``"9.0"`` fits one of the alternatives in ``text``."""
     if not _CAPABILITY.match(capability):
         return False
-    return any(
-        specifiers.contains(Version(capability), prereleases=True) for specifiers in parse_capabilities(text)
-    )
+    return any(specifiers.contains(Version(capability), prereleases=True) for specifiers in parse_capabilities(text))

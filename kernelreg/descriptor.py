@@ -274,7 +274,7 @@ class Descriptor(_Table, frozen=True, kw_only=True):
 
     def _check_known_bad(self) -> None:
         names = {kernel.name for kernel in self.kernel}
-        read = {name for each in (self, *self.kernel) for name in each.requires.packages}
+        read = {name for table in self._required() for name in table}
         features = {name for kernel in self.kernel for name in operation_named(kernel.operation).features}
         for entry in self.known_bad:
             _check_known(entry.when.kernels, names, "kernel in known_bad")
@@ -282,16 +282,22 @@ class Descriptor(_Table, frozen=True, kw_only=True):
             # A version that nothing requires is one that nobody checks to be readable.
             _check_known(entry.when.packages, read, "package in known_bad (it must stand in requires too)")
 
+    def _required(self) -> list[Packages]:
+        return [self.requires.packages, *(each.requires.packages for each in self.kernel)]
+
     def _package_tables(self) -> list[Packages]:
-        preferences = [each for kernel in self.kernel for each in kernel.preference]
-        whens = [each.when for each in (*self.known_bad, *preferences)]
-        return [table.packages for table in (self.requires, *(each.requires for each in self.kernel), *whens)]
+        tables = self._required()
+        tables += [each.when.packages for each in self.known_bad]
+        return tables + [each.when.packages for kernel in self.kernel for each in kernel.preference]
 
     @property
     def packages(self) -> frozenset[str]:
         """Every distribution that the descriptor names."""
         return frozenset(
-            each for table in self._package_tables() for name, rule in full(table).items() for each in (name, *rule.also)
+            each
+            for table in self._package_tables()
+            for name, rule in full(table).items()
+            for each in (name, *rule.also)
         )
 
 

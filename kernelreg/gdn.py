@@ -214,7 +214,9 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
     try:
         bound = inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise ConfigurationError(f"like= {error}; accepted: the arguments of kernelreg.gdn.{function.__name__}") from None
+        raise ConfigurationError(
+            f"like= {error}; accepted: the arguments of kernelreg.gdn.{function.__name__}"
+        ) from None
     bound.apply_defaults()
     given = bound.arguments
     options: Options = given["options"]

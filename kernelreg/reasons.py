@@ -111,9 +111,9 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             case None, actual:
                 return f"{self.subject}: {actual}"
             case required, None:
-                return f"{self.subject} needs {required}, there is none"
+                return f"needs {self.subject} {required}, there is none"
             case required, actual:
-                return f"{self.subject} needs {required}, here {actual}"
+                return f"needs {self.subject} {required}, here {actual}"
 
 
 def told_in_order(reasons: list[Reason]) -> tuple[Reason, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -84,7 +84,7 @@ class Resolution:
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain data."""
-        data: dict[str, Any] = msgspec.to_builtins(self.decision, order="deterministic")
+        data: dict[str, Any] = msgspec.json.decode(self.to_json())
         return data
 
     def to_json(self) -> str:
@@ -115,14 +115,21 @@ def explain(decision: Decision) -> str:
     """A decision as text: what was asked, what was chosen, and each other kernel with all its reasons."""
     chosen = f"{decision.backend} {decision.kernel}" if decision.backend else "no kernel fits"
     lines = [f"{decision.operation} on {decision.device}: {chosen}", f"  call: {decision.call}"]
-    width = max((len(f"{each.backend} {each.kernel}") for each in decision.candidates), default=0)
-    for candidate in decision.candidates:
-        name = f"{candidate.backend} {candidate.kernel}".ljust(width)
-        lines.append(f"  {candidate.status:8}  {name}".rstrip())
-        for reason in candidate.reasons:
+    for rows in _alike(decision.candidates):
+        names = ", ".join(each.kernel for each in rows)
+        lines.append(f"  {rows[0].status:8}  {rows[0].backend} {names}")
+        for reason in rows[0].reasons:
             lines.append(f"            - {reason}")
             if reason.fix:
                 lines.append(f"              fix: {reason.fix}")
     if not decision.candidates:
         lines.append("  no backend has a kernel for it")
     return "\n".join(lines)
+
+
+def _alike(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Candidates in order, those of one backend with the same verdict together."""
+    groups: dict[tuple[object, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault((candidate.backend, candidate.status, candidate.reasons), []).append(candidate)
+    return list(groups.values())

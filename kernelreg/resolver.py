@@ -100,7 +100,10 @@ def decide(
         ruled_out: backends that this process found unusable (their adapter did not import), with the reason.
     """
     judged = [
-        (rank(backend, kernel, facts, call, policy), _reasons(backend, kernel, facts, call, policy, ruled_out or {}))
+        (
+            rank(backend, kernel, facts, call, policy),
+            _reasons(backend, kernel, facts, call, policy, ruled_out or {}),
+        )
         for backend, kernel in registry.kernels(call.operation)
     ]
     judged.sort(key=lambda pair: (bool(pair[1]), pair[0]))
@@ -120,9 +123,7 @@ def decide(
 def rank(backend: Backend, kernel: Kernel, facts: Facts, call: Call, policy: Policy) -> Rank:
     """Where a kernel would stand if it could run."""
     wishes = policy.prefer
-    speedup = next(
-        (each.speedup for each in kernel.preference if holds(each.when, kernel.name, facts, call)), None
-    )
+    speedup = next((each.speedup for each in kernel.preference if holds(each.when, kernel.name, facts, call)), None)
     return Rank(
         wish=wishes.index(backend.name) if backend.name in wishes else len(wishes),
         slow=any(

@@ -272,4 +272,3 @@ def _usable(device: Device, facts: Facts) -> bool:
     if facts.torch is None:
         return True
     return {"cuda": facts.torch.cuda, "rocm": facts.torch.hip}.get(device.type, "yes") is not None
-

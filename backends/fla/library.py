@@ -43,7 +43,7 @@ _raw_chunk = inspect.unwrap(_private_copy(_public_chunk_module).chunk_gated_delt
 _raw_recurrent = inspect.unwrap(_public_recurrent)
 
 #: The undispatched functions; FLA too keeps them out of torch.compile's traces.
-chunk: Callable[..., Any] = torch.compiler.disable(_raw_chunk)
-recurrent: Callable[..., Any] = torch.compiler.disable(_raw_recurrent)
+chunk: Callable[..., Any] = torch.compiler.disable(_raw_chunk)  # type: ignore[no-untyped-call]
+recurrent: Callable[..., Any] = torch.compiler.disable(_raw_recurrent)  # type: ignore[no-untyped-call]
 CHUNK_WORDS = _words(_raw_chunk)
 RECURRENT_WORDS = _words(_raw_recurrent)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernelreg.ops.gdn_arguments import activate_gates
 from kernelreg.ops.gdn_sequences import read_sequences
@@ -60,18 +61,22 @@ def _run(
         state = torch.zeros(sequences, HV, K, V, dtype=wide, device=q.device)
     else:
         state = (initial_state.mT if state_v_first else initial_state).to(wide)
-    wide_q, wide_k = q.to(wide), k.to(wide)
-    if use_qk_l2norm_in_kernel:
-        wide_q, wide_k = _normalised(wide_q), _normalised(wide_k)
-    wide_q = wide_q * (K**-0.5 if scale is None else scale)
-    inputs = [x.flatten(0, 1) for x in (wide_q, wide_k, v.to(wide), g.to(wide), beta.to(wide))]
-    if cu_seqlens is None:
-        o, final = rule(*inputs, state, equal_layout(B, T, chunk, q.device))
-    elif q.is_cuda and torch.cuda.is_current_stream_capturing():
-        o, final = ordered_chunk_rule(*inputs, state, ordered_layout(cu_seqlens, T, CHUNK))
-    else:
+    capturing = cu_seqlens is not None and q.is_cuda and torch.cuda.is_current_stream_capturing()
+    tokens = B * T
+    if cu_seqlens is not None and not capturing:
         edges = read_sequences(cu_seqlens, T, cu_seqlens_cpu).edges
-        o, final = rule(*inputs, state, packed_layout(edges, T, chunk, q.device))
+        tokens = edges[-1]  # what lies behind them may be anything, NaN too, and gets neither weight nor gradient
+    flat_q, flat_k, flat_v, flat_g, flat_beta = (x.flatten(0, 1)[:tokens].to(wide) for x in (q, k, v, g, beta))
+    if use_qk_l2norm_in_kernel:
+        flat_q, flat_k = _normalised(flat_q), _normalised(flat_k)
+    inputs = (flat_q * (K**-0.5 if scale is None else scale), flat_k, flat_v, flat_g, flat_beta, state)
+    if cu_seqlens is None:
+        o, final = rule(*inputs, equal_layout(B, T, chunk, q.device))
+    elif capturing:
+        o, final = ordered_chunk_rule(*inputs, ordered_layout(cu_seqlens, T, CHUNK))
+    else:
+        o, final = rule(*inputs, packed_layout(edges, tokens, chunk, q.device))
+    o = pad(o, (0, 0, 0, 0, 0, B * T - tokens))
     if not output_final_state:
         return o.view(B, T, HV, V).to(q.dtype), None
     return o.view(B, T, HV, V).to(q.dtype), (final.mT if state_v_first else final).contiguous()

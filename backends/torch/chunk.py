@@ -40,7 +40,7 @@ def chunk_rule(
     finished: list[Tensor] = []
     outputs: list[Tensor] = []
     for block in layout.blocks():
-        rows = layout.index[block.first : block.last]
+        rows = layout.tokens[block.first : block.last]
         chunks = _Chunks(*(gather(x, rows) for x in (q, k, v, g, beta)))
         row = 0
         for size in block.steps:
@@ -53,24 +53,24 @@ def chunk_rule(
     final = torch.cat([running, *reversed(finished)])
     if layout.order is not None:
         final = final.index_select(0, layout.order.argsort())
-    return _scattered(outputs, layout.index, v), final
+    return _scattered(outputs, layout.tokens, v), final
 
 
 def ordered_chunk_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, layout: OrderedLayout
 ) -> tuple[Tensor, Tensor]:
     """:func:`chunk_rule` one row after the other, in launches that depend on shapes alone."""
-    chunks = _Chunks(*(gather(x, layout.index) for x in (q, k, v, g, beta)))
-    starts = torch.cat([state, torch.zeros_like(state[:1])])  # the last is the empty sequence of unused rows
-    finals, running = starts, torch.zeros_like(starts[:1])
+    chunks = _Chunks(*(gather(x, layout.tokens) for x in (q, k, v, g, beta)))
+    running = state.new_zeros(1, *state.shape[1:])
+    finals = starts = torch.cat([state, running])  # the last is the empty sequence of unused rows
     outputs: list[Tensor] = []
-    for row in range(len(layout.index)):
+    for row in range(len(layout.tokens)):
         sequence = layout.sequence[row : row + 1]
         running = torch.where(layout.first[row], starts.index_select(0, sequence), running)
         o, running = chunks.step(slice(row, row + 1), running)
         finals = finals.index_copy(0, sequence, running)
         outputs.append(o)
-    return _scattered(outputs, layout.index, v), finals[:-1]
+    return _scattered(outputs, layout.tokens, v), finals[:-1]
 
 
 def _scattered(outputs: list[Tensor], index: Tensor, v: Tensor) -> Tensor:

@@ -24,12 +24,12 @@ class Layout(NamedTuple):
     """Chunks as rows, ordered by their place in the sequence and then by sequence, the longest first.
 
     Attributes:
-        index: ``[R, C]``, each row's tokens in the flattened batch; one past the last token is padding.
+        tokens: ``[R, C]``, each row's tokens in the flattened batch; one past the last token is padding.
         steps: how many sequences still have a chunk at each place; never grows, and sums to R.
         order: ``[N]``, the sequences from the longest to the shortest; None when they are equal.
     """
 
-    index: Tensor
+    tokens: Tensor
     steps: tuple[int, ...]
     order: Tensor | None
 
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
         for step in self.steps:
             steps.append(step)
             row += step
-            if (row - first) * self.index.shape[1] >= TOKENS_AT_ONCE:
+            if (row - first) * self.tokens.shape[1] >= TOKENS_AT_ONCE:
                 yield Block(first, row, tuple(steps))
                 first, steps = row, []
         if steps:
@@ -75,12 +75,12 @@ class OrderedLayout(NamedTuple):
     """Chunks as rows in the order of the tokens, made without a word from the host: for CUDA graphs.
 
     Attributes:
-        index: ``[R, C]`` as in :class:`Layout`; R is the most rows that T tokens of N sequences can need.
+        tokens: ``[R, C]`` as in :class:`Layout`; R is the most rows that T tokens of N sequences can need.
         sequence: ``[R]``, each row's sequence; N for rows that this batch does not need.
         first: ``[R]``, whether the row is its sequence's first.
     """
 
-    index: Tensor
+    tokens: Tensor
     sequence: Tensor
     first: Tensor
 
@@ -93,7 +93,7 @@ def ordered_layout(cu_seqlens: Tensor, tokens: int, chunk: int) -> OrderedLayout
     row = torch.arange(tokens // chunk + len(chunks), device=edges.device)
     sequence = torch.searchsorted(ends, row, right=True)
     # Rows that are not needed belong to one more sequence, which is empty.
-    first_row = torch.cat([ends - chunks, ends[-1:]])
+    first_row = torch.cat([ends - chunks, chunks.sum().view(1)])
     start, end = edges, torch.cat([edges[1:], edges[-1:]])
     place = row - first_row[sequence]
     index = (start[sequence] + place * chunk)[:, None] + torch.arange(chunk, device=edges.device)

@@ -14,7 +14,7 @@ def recurrent_rule(
     """Outputs and final states; arguments as :func:`chunk_rule`'s, with a layout of one token a chunk."""
     tokens, HV, V = v.shape
     group = HV // q.shape[1] if HV else 1
-    index = layout.index.flatten()
+    index = layout.tokens.flatten()
     q, k, v, g, beta = (gather(x, index) for x in (q, k, v, g, beta))
     if group > 1:
         q, k = (x.repeat_interleave(group, 1) for x in (q, k))

@@ -1,4 +1,4 @@
-"""The command line: one file a command. It never shows a traceback, and text goes to a person, ``--json`` to a program."""
+"""The command line: one file a command. No traceback, ever; text for a person, ``--json`` for a program."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # a fault of ours: say so in one line, and where to find the rest
         logging.getLogger("kernelreg").debug("unexpected error", exc_info=True)
         print(
-            f"kernelreg: unexpected {type(error).__name__}: {error} (KERNELREG_LOG=DEBUG shows where; please report it)",
+            f"kernelreg: unexpected {type(error).__name__}: {error} (please report it; KERNELREG_LOG=DEBUG shows where)",
             file=sys.stderr,
         )
         return NOT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kernelreg.cli import backends, doctor, facts, resolve  # noqa: PLC0415  (each brings what it needs)
+    from kernelreg.cli import backends, doctor, facts, resolve
 
     parser = argparse.ArgumentParser(
         prog="kernelreg", description="Which Gated Delta Net kernel runs here, and why not the others."

@@ -28,10 +28,14 @@ def devices_of(facts: Facts) -> tuple[Device, ...]:
 
 def console() -> Console:
     """Standard output for a person: colour on a terminal alone."""
-    from rich.console import Console  # noqa: PLC0415  (JSON needs no rich)
+    from rich.console import Console
 
     return Console(
-        markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH, soft_wrap=False
+        markup=False,
+        highlight=False,
+        emoji=False,
+        width=None if sys.stdout.isatty() else PLAIN_WIDTH,
+        soft_wrap=False,
     )
 
 

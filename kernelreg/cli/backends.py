@@ -83,8 +83,8 @@ def _show(
     device: str,
     verdicts: dict[tuple[str, str, str], Candidate],
 ) -> None:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich import box
+    from rich.table import Table
 
     out = console()
     for backend in backends:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,7 @@ def run(words: argparse.Namespace) -> int:
         facts = session.detected()
     report = examine(facts, registry, required, trouble)
     if words.json:
-        print_json(json.dumps(msgspec.to_builtins(report, order="deterministic"), indent=2))
+        print_json(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
     else:
         show(report, console())
     return 0 if report.ok else 1
@@ -103,20 +102,23 @@ def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], t
 
 
 def _unmet(decision: Decision, policy: Policy, registry: Registry, required: list[tuple[str, str]]) -> list[str]:
-    where = f"{_title(decision)} on {decision.device}"
+    """What must hold of an operation on a device and does not; the look at training is for information alone."""
+    if decision.call.features:
+        return []
+    where = f"{decision.operation} on {decision.device}"
     if decision.backend is None:
         forced = policy.backend.get(decision.operation)
         cause = f" ({policy.origin[f'backend.{decision.operation}']} forces {forced})" if forced else ""
         return [f"{where}: no usable backend{cause}"]
-    unmet = []
-    if not decision.call.features:
-        for operation, backend in required:
-            if operation == decision.operation and backend != decision.backend:
-                unmet.append(f"{where}: --require {operation}={backend}, but {decision.backend} is chosen")
-        able = {backend.name for backend, _ in registry.kernels(decision.operation)}
-        wish = next((name for name in policy.prefer if name in able), decision.backend)
-        if decision.operation not in policy.backend and wish != decision.backend:
-            unmet.append(f"{where}: {policy.origin['prefer']} wishes for {wish}, but {decision.backend} is chosen")
+    unmet = [
+        f"{where}: --require {operation}={backend}, but {decision.backend} is chosen"
+        for operation, backend in required
+        if operation == decision.operation and backend != decision.backend
+    ]
+    able = {backend.name for backend, _ in registry.kernels(decision.operation)}
+    wish = next((name for name in policy.prefer if name in able), decision.backend)
+    if decision.operation not in policy.backend and wish != decision.backend:
+        unmet.append(f"{where}: {policy.origin['prefer']} wishes for {wish}, but {decision.backend} is chosen")
     return unmet
 
 
@@ -208,12 +210,14 @@ def _verdicts(decision: Decision) -> list[tuple[str, str, str | None]]:
 
 def _line(out: Console, indent: int, label: str, text: str, style: str = "") -> None:
     """A labelled line, wrapped below its own text."""
-    from rich.text import Text  # noqa: PLC0415
+    from rich.text import Text
 
     start = " " * indent + label + " "
     pieces = textwrap.wrap(text, max(out.width - len(start), 20), break_on_hyphens=False) or [""]
     for place, piece in enumerate(pieces):
-        out.print(Text.assemble((start if not place else " " * len(start), "" if indent == 2 else "dim"), (piece, style)))
+        out.print(
+            Text.assemble((start if not place else " " * len(start), "" if indent == 2 else "dim"), (piece, style))
+        )
 
 
 def _spoken(rows: list[Candidate]) -> list[Reason]:

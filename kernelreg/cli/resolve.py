@@ -12,7 +12,11 @@ from kernelreg.errors import NoBackendError
 NAME = "resolve"
 HELP = "Explain which kernel runs a call, and why not the others. What is not said of the call is not tested."
 
-_DTYPE_FLAGS = {"dtype": "dtype of q, k and v", "gate-dtype": "dtype of g", "state-dtype": "dtype of the state"}
+_DTYPE_FLAGS = {
+    "dtype": "dtype of q, k and v",
+    "gate-dtype": "dtype of g",
+    "state-dtype": "dtype of the state",
+}
 _SIZE_FLAGS = {
     "head-dim-k": "K",
     "head-dim-v": "V",

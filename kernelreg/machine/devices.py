@@ -48,7 +48,10 @@ def _alike(cards: Sequence[Card]) -> bool:
 def _completed(numbered: Sequence[Device], cards: Sequence[Card]) -> tuple[Device, ...]:
     """The driver's order with NVML's fuller description of each device, matched by UUID."""
     by_uuid = {
-        device.uuid.partition("-")[2]: device for card in cards for device in (card.device, *card.instances) if device.uuid
+        device.uuid.partition("-")[2]: device
+        for card in cards
+        for device in (card.device, *card.instances)
+        if device.uuid
     }
     completed = []
     for device in numbered:

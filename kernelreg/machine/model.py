@@ -131,7 +131,7 @@ class Facts(_Record, frozen=True, kw_only=True):
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain data, as in a facts file."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
+        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
     def to_json(self) -> str:

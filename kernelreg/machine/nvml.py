@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,8 +35,7 @@ def read_nvml(nvml: Any = None) -> Reading:
         nvml: the ``pynvml`` module of the distribution nvidia-ml-py; imported when not given.
     """
     try:
-        if nvml is None:
-            import pynvml as nvml  # noqa: PLC0415  (kept out of `import kernelreg`)
+        nvml = importlib.import_module("pynvml") if nvml is None else nvml
         nvml.nvmlInit()
     except Exception as error:  # a missing library, a driver that does not answer, a foreign module of that name
         return Reading(None, None, (Problem(source="nvml", error=_text(error)),))

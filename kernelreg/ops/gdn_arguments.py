@@ -40,7 +40,9 @@ def check_arguments(
     sequences = B
     if cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or not cu_seqlens.numel() or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise CallError(f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; accepted: int32 or int64, [N+1]")
+            raise CallError(
+                f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; accepted: int32 or int64, [N+1]"
+            )
         if B != 1:
             raise _shape("q", q, "[1, T, H, K] with cu_seqlens: the sequences are packed in one row")
         sequences = cu_seqlens.shape[0] - 1

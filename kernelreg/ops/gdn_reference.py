@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def reference_gated_delta_rule(
         spans = [(row, 0, length) for row in range(batch)]
     else:
         edges = cu_seqlens.tolist()
-        spans = [(0, start, end) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        spans = [(0, start, end) for start, end in pairwise(edges)]
     if initial_state is not None:
         states = initial_state.double()
         states = states.transpose(-1, -2) if state_v_first else states
@@ -59,7 +61,6 @@ def reference_gated_delta_rule(
             state = state + torch.einsum("hk,hv->hkv", k[row, t], delta)
             rows[row][t] = torch.einsum("hkv,hk->hv", state, q[row, t])
         finals.append(state)
-    o = torch.stack([torch.stack(row) if row else v.new_zeros(0, HV, V) for row in rows])
+    o = torch.stack([each for row in rows for each in row]) if batch * length else v.new_zeros(0)
     final = torch.stack(finals) if finals else states
-    return o, final.transpose(-1, -2) if state_v_first else final
-
+    return o.view(batch, length, HV, V), final.transpose(-1, -2) if state_v_first else final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Sequences:
     __slots__ = ("edges", "filled", "packed")
 
     def __init__(self, edges: tuple[int, ...], cu_seqlens: Tensor) -> None:
-        lengths = [end - start for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        lengths = [end - start for start, end in pairwise(edges)]
         filled = [place for place, length in enumerate(lengths) if length]
         self.edges = edges
         self.filled: Tensor | None = None
@@ -77,7 +78,7 @@ def read_sequences(cu_seqlens: Tensor, tokens: int, cu_seqlens_cpu: Tensor | Non
             return known
     values = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     edges = tuple(values.tolist())
-    ordered = all(start <= end for start, end in zip(edges[:-1], edges[1:], strict=True))
+    ordered = all(start <= end for start, end in pairwise(edges))
     if edges[0] != 0 or edges[-1] > tokens or not ordered:
         raise CallError(f"cu_seqlens is {_short(edges)}; accepted: from 0, never back, and not beyond T = {tokens}")
     sequences = Sequences(edges, cu_seqlens)

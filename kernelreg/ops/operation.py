@@ -68,7 +68,10 @@ class Operation(msgspec.Struct, frozen=True):
             required = f"a multiple of heads ({call.heads})"
             return [
                 Reason(
-                    code=ReasonCode.HEADS, subject="value_heads", required=required, actual=str(call.value_heads)
+                    code=ReasonCode.HEADS,
+                    subject="value_heads",
+                    required=required,
+                    actual=str(call.value_heads),
                 )
             ]
         return []

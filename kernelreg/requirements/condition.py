@@ -39,7 +39,11 @@ def known_bad_reasons(entries: Iterable[KnownBad], kernel: str, facts: Facts, ca
     """A reason for each known fault that applies; a slow kernel is not a wrong one and gives none."""
     return [
         Reason(
-            code=ReasonCode.KNOWN_BAD, subject=entry.severity, actual=entry.because, fix=entry.fix, url=entry.url
+            code=ReasonCode.KNOWN_BAD,
+            subject=entry.severity,
+            actual=entry.because,
+            fix=entry.fix,
+            url=entry.url,
         )
         for entry in entries
         if entry.severity != "slow" and holds(entry.when, kernel, facts, call)

@@ -16,9 +16,7 @@ _TOOL_FIX = {"nvcc": "pip install nvidia-cuda-nvcc"}
 _LABELS = {"cuda": "CUDA", "rocm": "ROCm"}
 
 
-def machine_reasons(
-    requires: Requires, facts: Facts, device_name: str, *, install: str | None = None
-) -> list[Reason]:
+def machine_reasons(requires: Requires, facts: Facts, device_name: str, *, install: str | None = None) -> list[Reason]:
     """Every reason of the machine against a table of requirements.
 
     Args:
@@ -87,7 +85,11 @@ def _platform_reasons(requires: Requires, facts: Facts) -> list[Reason]:
         )
     if requires.python:
         reasons += _version_reasons(
-            ReasonCode.PYTHON_VERSION, "python", facts.platform.python, requires.python, requires.source.get("python")
+            ReasonCode.PYTHON_VERSION,
+            "python",
+            facts.platform.python,
+            requires.python,
+            requires.source.get("python"),
         )
     return reasons
 
@@ -121,7 +123,7 @@ def _torch_reasons(requires: Requires, facts: Facts, device: Device | None) -> l
             Reason(
                 code=ReasonCode.CUDA_BUILD,
                 subject="torch",
-                required=f"a {label} build" + (f" {span}" if span else ""),
+                required=f"{label} build" + (f" {span}" if span else ""),
                 actual=here,
                 fix=f"pip install --force-reinstall torch  # a {label} build",
                 url=requires.source.get("cuda") or requires.source.get("device"),
@@ -137,7 +139,7 @@ def _torch_reasons(requires: Requires, facts: Facts, device: Device | None) -> l
 
 
 def _builds_needed(requires: Requires, device: Device | None) -> tuple[str, ...]:
-    """Which builds of torch would do: the device's own where the kernel runs on it, else any that the kernel runs on."""
+    """Which builds of torch would do: the device's own where the kernel runs on it, else any of the kernel's."""
     listed = tuple(kind for kind in _LABELS if kind in requires.devices)
     if device is not None and (device.type in requires.devices or "any" in requires.devices):
         return (device.type,) if device.type in _LABELS else ()
@@ -157,7 +159,13 @@ def _driver_reasons(requires: Requires, facts: Facts) -> list[Reason]:
     version = facts.driver.version if facts.driver else None
     if version is None:
         return [
-            Reason(code=ReasonCode.DRIVER_VERSION, subject="driver", required=requires.driver, actual=None, url=url)
+            Reason(
+                code=ReasonCode.DRIVER_VERSION,
+                subject="driver",
+                required=requires.driver,
+                actual=None,
+                url=url,
+            )
         ]
     return _version_reasons(ReasonCode.DRIVER_VERSION, "driver", version, requires.driver, url)
 
@@ -206,9 +214,7 @@ def _tool_reasons(requires: Requires, facts: Facts) -> list[Reason]:
         fix = _TOOL_FIX.get(name)
         if tool is None:
             required = "any version" if wanted == "*" else wanted
-            reasons.append(
-                Reason(code=ReasonCode.TOOL_MISSING, subject=name, required=required, fix=fix, url=url)
-            )
+            reasons.append(Reason(code=ReasonCode.TOOL_MISSING, subject=name, required=required, fix=fix, url=url))
         elif wanted != "*":
             reasons += _version_reasons(ReasonCode.TOOL_VERSION, name, tool.version or "", wanted, url, fix)
     return reasons

@@ -62,7 +62,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         "",
         f"Made by `python -m {' '.join(['pytest', *config.invocation_params.args])}`.",
         "",
-        f"{device.name}, compute capability {device.compute_capability}, driver {facts.driver and facts.driver.version}; "
+        f"{device.name}, compute capability {device.compute_capability}, "
+        f"driver {facts.driver and facts.driver.version}; "
         f"Python {sys.version.split()[0]}, torch {facts.torch and facts.torch.version}, "
         f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions}.",
         f"{len(done)} tests, {len(reports['failed'])} failed. Errors are ‖out − ref‖ / ‖ref‖ against the "

@@ -189,7 +189,11 @@ class TestChunk:
     def test_captured_packed(self, backend: str, record: Record) -> None:
         call, other = case(edges=[0, 64, 130, 300]), case(edges=[0, 0, 201, 290], seed=7)
         if backend != "torch":
-            with kernelreg.use(backend=backend), torch.no_grad(), pytest.raises(kernelreg.NoBackendError) as caught:
+            with (
+                kernelreg.use(backend=backend),
+                torch.no_grad(),
+                pytest.raises(kernelreg.NoBackendError) as caught,
+            ):
                 capture(call)
             assert "feature: capture-varlen" in str(caught.value)
             record("CUDA graph, varlen, replayed on other edges", backend, "refused: feature capture-varlen")
@@ -209,7 +213,7 @@ class TestChunk:
 
 def capture(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.CUDAGraph]:
     """The call in a CUDA graph, warmed up on a side stream first."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         chunk_gated_delta_rule(**call)
@@ -219,6 +223,16 @@ def capture(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.CUDAGrap
         o, final = chunk_gated_delta_rule(**call)
     assert final is not None
     return o, final, graph
+
+
+def test_why_flash_qla_refuses_bfloat16_gates_flash_qla(record: Record) -> None:
+    flash_qla = pytest.importorskip("flash_qla")
+    call = case()
+    wanted = expected({**call, "g": call["g"].bfloat16()})
+    with torch.no_grad():
+        o, _ = flash_qla.chunk_gated_delta_rule(**{**call, "g": call["g"].bfloat16(), "scale": 128**-0.5})
+    record("g in bfloat16, given to the library as it is", "flash_qla", f"{relative(o, wanted[0]):.1e}")
+    assert relative(o, wanted[0]) > BOUNDS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("backend", ["torch", "fla"])
@@ -262,7 +276,10 @@ def test_the_driver_tells_the_same_devices_as_nvml() -> None:
     assert devices is not None
     for ours, theirs in zip(devices, kernelreg.facts().devices, strict=True):
         assert (ours.uuid, ours.pci_bus_id.lower()) == (theirs.uuid, theirs.pci_bus_id.lower())  # type: ignore[union-attr]
-        assert (ours.compute_capability, ours.multiprocessors) == (theirs.compute_capability, theirs.multiprocessors)
+        assert (ours.compute_capability, ours.multiprocessors) == (
+            theirs.compute_capability,
+            theirs.multiprocessors,
+        )
 
 
 def test_a_long_prompt_is_flash_qlas() -> None:

@@ -1,0 +1,215 @@
+"""``kernelreg.gdn`` per call: what a call shows of itself, the cached decision, FLA's keywords, and bad arguments."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+import kernelreg
+from kernelreg import CallError, gdn
+from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from tests.gdn_cases import expected, gdn_call, relative
+from tests.machines import descriptor
+
+ADAPTER = """
+calls = []
+
+def run(q, k, v, g, beta, **options):
+    calls.append(options)
+    return v, None
+"""
+
+
+@pytest.fixture
+def spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backend that outranks all others on packed calls of 100 tokens and more, and keeps what it was given."""
+    import importlib
+    import sys
+
+    (tmp_path / "spy_adapter.py").write_text(ADAPTER)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("spy_adapter", None)
+    preference = [{"speedup": 1e6, "source": "a test"}]
+    features = sorted(kernelreg.ops.operation_named("gdn").features)
+    accepts = {"tokens": {"min": 100}, "features": features}
+    undo = kernelreg.register(descriptor("spy", kernel={"accepts": accepts, "preference": preference}))
+    yield importlib.import_module("spy_adapter")
+    undo()
+
+
+def test_resolve_like_gives_the_very_call_that_is_made(spy: Any) -> None:
+    made: list[kernelreg.Resolution] = []
+    undo = kernelreg.on_resolve(made.append)
+    call = gdn_call(T=120, edges=[0, 20, 120])
+    chunk_gated_delta_rule(**call)
+    like = kernelreg.resolve("gdn", like=call)
+    undo()
+    assert made[0] == like
+    assert like.backend == "spy"
+    assert like.call == kernelreg.Call(
+        operation="gdn.chunk",
+        device="cpu",
+        dtype="float32",
+        gate_dtype="float32",
+        state_dtype="float32",
+        head_dim_k=32,
+        head_dim_v=48,
+        heads=2,
+        value_heads=4,
+        tokens=120,
+        sequences=2,
+        features=frozenset({"varlen", "initial-state", "final-state", "qk-l2norm", "grouped-value-heads"}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "feature"),
+    [
+        (lambda call: call["k"].requires_grad_(), "backward"),
+        (lambda call: call["initial_state"].requires_grad_(), "backward"),
+        (
+            lambda call: call.update(state_v_first=True, initial_state=call["initial_state"].mT),
+            "state-v-first",
+        ),
+        (lambda call: call.update(use_gate_in_kernel=True, A_log=torch.zeros(4)), "raw-gates"),
+        (lambda call: call.update(use_beta_sigmoid_in_kernel=True), "raw-gates"),
+    ],
+    ids=["k", "h0", "v-first", "gate", "beta"],
+)
+def test_each_feature_is_seen(change: Any, feature: str) -> None:
+    call = gdn_call()
+    assert feature not in kernelreg.resolve("gdn", like=call).call.features
+    change(call)
+    assert feature in kernelreg.resolve("gdn", like=call).call.features
+    with torch.no_grad():
+        assert "backward" not in kernelreg.resolve("gdn", like=call).call.features
+
+
+def test_a_decision_is_made_once_and_again_after_a_change(spy: Any) -> None:
+    made: list[kernelreg.Resolution] = []
+    undo = kernelreg.on_resolve(made.append)
+    for tokens in (120, 500, 501):  # no descriptor tells these apart
+        chunk_gated_delta_rule(**gdn_call(B=1, T=tokens))
+    assert len(made) == 1
+    chunk_gated_delta_rule(**gdn_call(B=1, T=99))  # the spy takes 100 and more
+    assert [each.backend for each in made] == ["spy", "torch"]
+    with kernelreg.use(disable="spy"):
+        chunk_gated_delta_rule(**gdn_call(B=1, T=120))
+    chunk_gated_delta_rule(**gdn_call(B=1, T=120))
+    assert [each.backend for each in made] == ["spy", "torch", "torch"]
+    kernelreg.refresh()
+    chunk_gated_delta_rule(**gdn_call(B=1, T=120))
+    assert len(made) == 4
+    undo()
+
+
+def test_a_changed_environment_holds_from_the_next_resolve_on(spy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk_gated_delta_rule(**gdn_call(T=120))
+    monkeypatch.setenv("KERNELREG_DISABLE", "spy")
+    kernelreg.resolve("gdn")
+    chunk_gated_delta_rule(**gdn_call(T=120))
+    assert len(spy.calls) == 1
+
+
+def test_the_chosen_gets_the_contracts_words_alone(spy: Any) -> None:
+    hint = torch.tensor([[0, 0]])
+    call = gdn_call(T=120)
+    call["initial_state"] = call["initial_state"].mT
+    chunk_gated_delta_rule(**call, transpose_state_layout=True, chunk_indices=hint, cp_context=None, head_first=False)
+    (options,) = spy.calls
+    assert options["state_v_first"] is True
+    assert not {"transpose_state_layout", "chunk_indices", "cp_context", "head_first"} & set(options)
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_raw_gates_are_activated_as_fla_does(function: Any) -> None:
+    call = gdn_call()
+    A_log, dt_bias = torch.rand(4), torch.rand(4)
+    raw = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias, "use_beta_sigmoid_in_kernel": True}
+    o, _ = function(**call, **raw, allow_neg_eigval=True)
+    plain = {**call, "g": -A_log.exp() * softplus(call["g"] + dt_bias), "beta": 2 * call["beta"].sigmoid()}
+    assert relative(o, expected(plain)[0]) <= 1e-5
+
+
+def test_the_values_of_the_edges_may_come_from_the_cpu() -> None:
+    call = gdn_call(edges=[0, 30, 300])
+    o, _ = chunk_gated_delta_rule(**call, cu_seqlens_cpu=call["cu_seqlens"].clone())
+    assert relative(o, expected(call)[0]) <= 1e-5
+
+
+def test_names_order_and_defaults_are_flas() -> None:
+    ours = inspect.signature(chunk_gated_delta_rule).parameters
+    assert list(ours)[:9] == [
+        "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
+    ]  # fmt: skip
+    fla = pytest.importorskip("fla.ops.gated_delta_rule")
+    for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+        words = {*inspect.signature(getattr(gdn, name)).parameters, *gdn.Options.__annotations__}
+        theirs = set(inspect.signature(inspect.unwrap(getattr(fla, name))).parameters)
+        assert theirs - words <= {"gk", "gv", "kwargs"}  # per-channel decays are another operation
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"q": torch.zeros(2, 300, 32)}, r"q is \[2, 300, 32\]"),
+        ({"k": torch.zeros(2, 300, 2, 16)}, r"k is \[2, 300, 2, 16\]; accepted: q's"),
+        ({"v": torch.zeros(2, 300, 3, 48)}, r"HV \(here 3\) a multiple of H \(2\)"),
+        ({"v": torch.zeros(2, 299, 4, 48)}, r"v is \[2, 299, 4, 48\]"),
+        ({"g": torch.zeros(2, 300, 2)}, r"g is \[2, 300, 2\]; accepted: \[2, 300, 4\]"),
+        ({"beta": torch.zeros(2, 300)}, r"beta is \[2, 300\]"),
+        (
+            {"initial_state": torch.zeros(2, 4, 48, 32)},
+            r"initial_state is \[2, 4, 48, 32\].*\[2, 4, 32, 48\]",
+        ),
+        ({"v": torch.zeros(2, 300, 4, 48, dtype=torch.float64)}, "one dtype for the three"),
+        ({"g": torch.zeros(2, 300, 4, device="meta")}, "g is on meta"),
+        ({"cu_seqlens": torch.tensor([0, 300])}, "packed in one row"),
+        ({"head_first": True}, "head_first=True"),
+        ({"cp_context": object()}, "context parallelism"),
+        ({"A_log": torch.zeros(4)}, "without use_gate_in_kernel"),
+        ({"use_gate_in_kernel": True}, "without A_log"),
+        ({"allow_neg_eigval": True}, "without use_beta_sigmoid_in_kernel"),
+    ],
+)
+def test_arguments_that_break_the_contract_are_named(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(CallError, match=told):
+        chunk_gated_delta_rule(**{**gdn_call(), **change})
+
+
+@pytest.mark.parametrize("edges", [[1, 300], [0, 200, 100, 300], [0, 301]])
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_edges_that_are_none_are_named(edges: list[int], function: Any) -> None:
+    call = {**gdn_call(edges=[0, 300], state=False), "cu_seqlens": torch.tensor(edges)}
+    with pytest.raises(CallError, match="from 0, never back, and not beyond T = 300"):
+        function(**call)
+
+
+@pytest.mark.parametrize(
+    "edges", [torch.tensor([[0, 300]]), torch.tensor([0.0, 300.0]), torch.tensor([], dtype=torch.int32)]
+)
+def test_edges_of_another_form_are_named(edges: torch.Tensor) -> None:
+    with pytest.raises(CallError, match="int32 or int64"):
+        chunk_gated_delta_rule(**{**gdn_call(edges=[0, 300]), "cu_seqlens": edges})
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="did you mean 'allow_neg_eigval'"):
+        chunk_gated_delta_rule(**gdn_call(), allow_neg_eigvals=True)  # type: ignore[call-arg]
+
+
+def test_like_refuses_what_the_function_would() -> None:
+    with pytest.raises(kernelreg.ConfigurationError, match="missing a required argument: 'beta'"):
+        kernelreg.resolve("gdn", like={name: x for name, x in gdn_call().items() if name != "beta"})
+    with pytest.raises(kernelreg.ConfigurationError, match="give either it or tokens"):
+        kernelreg.resolve("gdn", like=gdn_call(), tokens=3)
+
+
+def test_a_call_that_nothing_fits_raises_with_every_reason() -> None:
+    with kernelreg.use(backend="flash_qla"), pytest.raises(kernelreg.NoBackendError, match="device-type"):
+        chunk_gated_delta_rule(**gdn_call())
