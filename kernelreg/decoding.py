@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
+import types
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -25,6 +26,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_BYTES = 4 << 20
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*)`")
+_UNKNOWN_VALUE = re.compile(r"Invalid enum value '?(?P<value>.*?)'?$")
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
@@ -80,14 +82,21 @@ def explain(message: str, kind: type[msgspec.Struct]) -> str:
     text = message[: found.start()] if found else message
     unknown = _UNKNOWN_FIELD.match(text)
     if unknown:
-        accepted = sorted({name for each in _structs_at(kind, path) for name in each.__struct_encode_fields__})
+        structs = [
+            each for each in _types_at(kind, path) if isinstance(each, type) and issubclass(each, msgspec.Struct)
+        ]
+        accepted = sorted({name for each in structs for name in each.__struct_encode_fields__})
         text = unknown_name("key", unknown["field"], accepted)
+    choice = _UNKNOWN_VALUE.match(text)
+    if choice:
+        literals = [each for each in _types_at(kind, path) if get_origin(each) is Literal]
+        text = unknown_name("value", choice["value"], {str(value) for each in literals for value in get_args(each)})
     key = path.removeprefix("$").lstrip(".")
     return f"{key}: {text}" if key else text
 
 
-def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
-    """The struct types that may stand at ``path`` below ``kind``."""
+def _types_at(kind: Any, path: str) -> list[Any]:
+    """The types that may stand at ``path`` below ``kind``, unions taken apart."""
     places: list[Any] = [kind]
     for name, index in _STEP.findall(path.removeprefix("$")):
         below: list[Any] = []
@@ -101,13 +110,9 @@ def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
                 else:  # a dict's value
                     below.extend(get_args(member)[1:])
         places = below
-    members = [member for place in places for member in _members(place)]
-    return [each for each in members if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    return [member for place in places for member in _members(place)]
 
 
 def _members(place: Any) -> list[Any]:
     """The alternatives of a union, else the type itself."""
-    origin = getattr(place, "__origin__", None)
-    if origin is None and get_args(place):  # X | Y
-        return list(get_args(place))
-    return [place]
+    return list(get_args(place)) if get_origin(place) in (Union, types.UnionType) else [place]

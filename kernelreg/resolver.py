@@ -75,12 +75,12 @@ class Rank(msgspec.Struct, frozen=True, order=True):
     slowness: float
     backend: str
     kernel: str
+    source: str | None
 
     @property
     def evidence(self) -> str:
-        if self.unmeasured:
-            return "no measurement of such a call"
-        return f"measured {-self.slowness:.3g} × the torch kernel's speed"
+        """How many times as fast as the built-in torch kernel."""
+        return "not measured" if self.unmeasured else f"{-self.slowness:.3g} ×"
 
 
 def decide(
@@ -123,17 +123,18 @@ def decide(
 def rank(backend: Backend, kernel: Kernel, facts: Facts, call: Call, policy: Policy) -> Rank:
     """Where a kernel would stand if it could run."""
     wishes = policy.prefer
-    speedup = next((each.speedup for each in kernel.preference if holds(each.when, kernel.name, facts, call)), None)
+    evidence = next((each for each in kernel.preference if holds(each.when, kernel.name, facts, call)), None)
     return Rank(
         wish=wishes.index(backend.name) if backend.name in wishes else len(wishes),
         slow=any(
             entry.severity == "slow" and holds(entry.when, kernel.name, facts, call)
             for entry in backend.descriptor.known_bad
         ),
-        unmeasured=speedup is None,
-        slowness=-(speedup or 0.0),
+        unmeasured=evidence is None,
+        slowness=-evidence.speedup if evidence else 0.0,
         backend=backend.name,
         kernel=kernel.name,
+        source=evidence.source if evidence else None,
     )
 
 
@@ -142,7 +143,7 @@ def _candidate(place: Rank, reasons: tuple[Reason, ...], best: Rank | None) -> C
     if best is not None and not reasons:
         status = "chosen" if place == best else "eligible"
     if status == "eligible" and best is not None:
-        actual = f"{place.evidence}; {best.backend} {best.kernel}: {best.evidence}"
+        actual = f"{place.evidence} against {best.evidence} the torch kernel's speed"
         if best.wish < place.wish:
             actual = f"{best.backend} is preferred"
         reasons = (
@@ -151,6 +152,7 @@ def _candidate(place: Rank, reasons: tuple[Reason, ...], best: Rank | None) -> C
                 subject=f"by {best.backend} {best.kernel}",
                 actual=actual,
                 fix=f"KERNELREG_PREFER={place.backend}" if place.backend != best.backend else None,
+                url=best.source,
             ),
         )
     return Candidate(backend=place.backend, kernel=place.kernel, status=status, reasons=reasons)

@@ -134,7 +134,7 @@ class Session:
 
         def undo() -> None:
             with self._lock:
-                if backend in self.registry().backends:
+                if any(each is backend for each in self.registry().backends):
                     self._swap(self.registry().without(backend.name))
 
         return undo

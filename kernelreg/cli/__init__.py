@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # a fault of ours: say so in one line, and where to find the rest
         logging.getLogger("kernelreg").debug("unexpected error", exc_info=True)
         print(
-            f"kernelreg: unexpected {type(error).__name__}: {error} (please report it; KERNELREG_LOG=DEBUG shows where)",
+            f"kernelreg: unexpected {type(error).__name__}: {error} (please report it; KERNELREG_LOG=DEBUG says where)",
             file=sys.stderr,
         )
         return NOT_OK

@@ -120,13 +120,17 @@ class Facts(_Record, frozen=True, kw_only=True):
             FactsError: the file cannot be written; names it and the cause.
         """
         target = Path(path)
+        written: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(
                 "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"
             ) as file:
+                written = Path(file.name)
                 file.write(self.to_json() + "\n")
-            Path(file.name).replace(target)
+            written.replace(target)
         except OSError as cause:
+            if written is not None:
+                written.unlink(missing_ok=True)
             raise FactsError(f"{target}: {cause.strerror or cause}") from cause
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,8 +42,11 @@ def read_nvml(nvml: Any = None) -> Reading:
         return Reading(None, None, (Problem(source="nvml", error=_text(error)),))
     try:
         return _Reader(nvml).read()
+    except Exception as error:  # an older or foreign module of that name, which lacks a function
+        return Reading(None, None, (Problem(source="nvml", error=_text(error)),))
     finally:
-        nvml.nvmlShutdown()
+        with suppress(Exception):  # nothing depends on it
+            nvml.nvmlShutdown()
 
 
 class _Reader:

@@ -19,7 +19,7 @@ def detect_packages(names: Iterable[str]) -> tuple[dict[str, str], list[Problem]
             continue
         except Exception as error:  # metadata is other people's files: whatever is wrong with it becomes a problem
             problems.append(Problem(source=f"package {name}", error=f"{type(error).__name__}: {error}"))
-            continue
+            version = ""
         if version is None:
             problems.append(Problem(source=f"package {name}", error="its metadata names no version"))
         # Installed, but its version cannot be told: an empty text, which no range accepts and no check calls missing.

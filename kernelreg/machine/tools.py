@@ -22,7 +22,7 @@ def detect_tools(environ: Mapping[str, str]) -> tuple[dict[str, Tool], list[Prob
     """The first nvcc in the order in which torch's extension builder and TileLang look for it."""
     problems: list[Problem] = []
     for path in _candidates(environ):
-        if not path.is_file():
+        if not _is_file(path):
             if path.parent.parent != Path("/usr/local/cuda"):  # a default that need not exist
                 problems.append(Problem(source="nvcc", error=f"{path} is named by the environment, but not there"))
             continue
@@ -49,6 +49,14 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
         if file.name == "nvcc":
             yield Path(os.fspath(file.locate()))
     yield Path("/usr/local/cuda/bin/nvcc")
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; one that may not be looked at, or whose name is too long, is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _version(path: Path) -> tuple[str | None, str | None]:

@@ -51,7 +51,7 @@ def select_visible(cards: Sequence[Card], value: str | None) -> tuple[tuple[Devi
                     error=f"{entry.strip()!r} in {value!r} names no card here; CUDA ignores it and all behind it",
                 )
             ]
-        if device in chosen:
+        if any(device is each for each in chosen):  # two cards that tell nothing of themselves are equal
             return (), [
                 Problem(
                     source="CUDA_VISIBLE_DEVICES",
