@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -80,9 +80,9 @@ class Registry(msgspec.Struct, frozen=True):
 
 def discover(*, plugins: bool = True) -> Registry:
     """Every backend of the entry-point group; a descriptor that cannot be read costs only that backend."""
-    registry = Registry()
-    for entry_point in _entry_points():
-        distribution = _distribution(entry_point)
+    entry_points, problems = _entry_points()
+    registry = Registry(problems=tuple(problems) if plugins else ())
+    for distribution, entry_point in entry_points:
         if not plugins and distribution != BUILT_IN:
             continue
         origin = f"{distribution}: {entry_point.name} = {entry_point.value}"
@@ -118,16 +118,27 @@ def descriptor_path(entry_point: importlib.metadata.EntryPoint) -> Path:
     raise DescriptorError(f"entry point {entry_point.name!r} leads to no descriptor; looked for: {looked}")
 
 
-def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
-    """The group's entry points, this project's first and the rest by distribution and name."""
+def _entry_points() -> tuple[list[tuple[str, importlib.metadata.EntryPoint]], list[Problem]]:
+    """The group's entry points with their distributions, this project's first and the rest by both names."""
+    problems: list[Problem] = []
+    try:
+        found = list(importlib.metadata.entry_points(group=GROUP))
+    except Exception:  # one unreadable entry_points.txt on the path: ask each distribution for its own
+        found = []
+        for distribution in importlib.metadata.distributions():
+            try:
+                found += distribution.entry_points.select(group=GROUP)
+            except Exception as error:
+                source = f"entry points of {_name(distribution)}"
+                problems.append(Problem(source=source, error=f"{type(error).__name__}: {error}"))
+    named = {(_name(each.dist), each.name, each.value): each for each in reversed(found)}
+    ordered = sorted(named, key=lambda key: (key[0] != BUILT_IN, *key))
+    return [(key[0], named[key]) for key in ordered], problems
 
-    def place(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
-        distribution = _distribution(entry_point)
-        return (distribution != BUILT_IN, distribution, entry_point.name)
 
-    return sorted(importlib.metadata.entry_points(group=GROUP), key=place)
-
-
-def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
-    name: str | None = entry_point.dist.name if entry_point.dist is not None else None
+def _name(distribution: importlib.metadata.Distribution | None) -> str:
+    try:
+        name: str | None = distribution.name if distribution is not None else None
+    except Exception:  # metadata that is no text
+        name = None
     return name or "unknown distribution"

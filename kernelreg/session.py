@@ -30,7 +30,7 @@ Observer = Callable[[Resolution], object]
 
 
 class Override:
-    """One ``use()`` block: a policy that is laid over what holds outside. Its identity tells blocks apart."""
+    """A policy that ``use()`` lays over what holds outside. Equal ones are one object, which a key can hold."""
 
     __slots__ = ("policy",)
 
@@ -38,6 +38,7 @@ class Override:
         self.policy = policy
 
 
+_overrides: dict[bytes, Override] = {}
 #: The innermost ``use()`` of this task or thread, already laid over the outer ones.
 _use: ContextVar[Override | None] = ContextVar("kernelreg_use", default=None)
 
@@ -252,11 +253,15 @@ class Session:
 session = Session(os.environ)
 
 
+def _interned(policy: Policy) -> Override:
+    return _overrides.setdefault(msgspec.json.encode(policy, order="sorted"), Override(policy))
+
+
 @contextmanager
 def overriding(over: Policy) -> Iterator[None]:
     """Lay a policy over the current one, for this task or thread, until the block ends."""
     outer = _use.get()
-    token = _use.set(Override(over if outer is None else outer.policy.overlaid(over)))
+    token = _use.set(_interned(over if outer is None else outer.policy.overlaid(over)))
     try:
         yield
     finally:

@@ -106,7 +106,7 @@ def test_the_doctor_tells_each_device_what_runs_and_what_to_paste(capsys: Output
     assert run("doctor", *facts("mixed-h100-rtx5090")) == 0
     text = capsys.readouterr().out
     card, other = text.split("cuda:1")
-    assert "gdn.chunk, + backward: fla (triton)" in card
+    assert "gdn.chunk and gdn.chunk + backward: fla (triton)" in card
     assert "cannot run: flash_qla: known-bad" in card
     assert "gdn.chunk: flash_qla (sm90)" in other
     assert 'fix: pip install "triton>=3.7.1"' in other

@@ -38,7 +38,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=["wheel", "sdist"])
-def bare(request: pytest.FixtureRequest, distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bare(
+    request: pytest.FixtureRequest, distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The Python of a new environment with kernelreg and its base dependencies alone."""
     folder = tmp_path_factory.mktemp(f"bare-{request.param}")
     venv.create(folder, with_pip=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,15 +72,21 @@ def _run(
         flat_q, flat_k = _normalised(flat_q), _normalised(flat_k)
     inputs = (flat_q * (K**-0.5 if scale is None else scale), flat_k, flat_v, flat_g, flat_beta, state)
     if cu_seqlens is None:
-        o, final = rule(*inputs, equal_layout(B, T, chunk, q.device))
+        o, final = rule(*inputs, equal_layout(B, T, min(chunk, _chunk_for(T)), q.device))
     elif capturing:
         o, final = ordered_chunk_rule(*inputs, ordered_layout(cu_seqlens, T, CHUNK))
     else:
-        o, final = rule(*inputs, packed_layout(edges, tokens, chunk, q.device))
+        longest = max((end - start for start, end in pairwise(edges)), default=0)
+        o, final = rule(*inputs, packed_layout(edges, tokens, min(chunk, _chunk_for(longest)), q.device))
     o = pad(o, (0, 0, 0, 0, 0, B * T - tokens))
     if not output_final_state:
         return o.view(B, T, HV, V).to(q.dtype), None
     return o.view(B, T, HV, V).to(q.dtype), (final.mT if state_v_first else final).contiguous()
+
+
+def _chunk_for(length: int) -> int:
+    """The smallest power of two that holds a sequence: a short one is not padded to a long chunk."""
+    return 1 << max(length - 1, 0).bit_length()
 
 
 def _normalised(x: Tensor) -> Tensor:

@@ -86,26 +86,25 @@ class _Chunks:
     """What a block of chunks needs of its own tokens alone, all rows at once."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-        group = v.shape[2] // q.shape[2]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [R, heads, C, D]
-        g, beta = g.transpose(1, 2), beta.transpose(1, 2)  # [R, HV, C]
-        size = g.shape[-1]
-        keys, queries = k @ k.mT, q @ k.mT  # [R, H, C, C], shared by a group's value heads
-        if group > 1:
-            q, k, keys, queries = (x.repeat_interleave(group, 1) for x in (q, k, keys, queries))
+        heads, size = q.shape[2], g.shape[1]
+        # [R, H, 1 or value heads of a group, C, D]: what a group shares is computed once and broadcast.
+        q, k = (x.transpose(1, 2).unsqueeze(2) for x in (q, k))
+        v = v.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+        g, beta = (x.unflatten(2, (heads, -1)).permute(0, 2, 3, 1) for x in (g, beta))
+        keys, queries = k @ k.mT, q @ k.mT
         sums = _segment_sums(g)
         start = sums[..., :1].exp()  # d(i, -1): decay from the chunk's start
         between = sums[..., 1:].exp().tril()  # d(i, j), j ≤ i
-        system = (beta[..., None] * between * keys).tril(-1)
-        right = torch.cat([beta[..., None] * v, (beta[..., None] * start) * k], -1)
+        system = (beta[..., None] * between * keys).tril(-1).flatten(1, 2)
+        right = torch.cat([beta[..., None] * v, (beta[..., None] * start) * k], -1).flatten(1, 2)
         solved = torch.linalg.solve_triangular(
             system + torch.eye(size, dtype=g.dtype, device=g.device), right, upper=False, unitriangular=True
         )
-        self.from_values, self.from_state = solved.split([v.shape[-1], k.shape[-1]], -1)
-        self.attention = queries * between
-        self.queries = q * start
-        self.keys = (k * between[..., -1, :, None]).mT  # decayed to the chunk's end
-        self.end = start[..., -1:, :]
+        self.from_values, self.from_state = solved.split([v.shape[-1], k.shape[-1]], -1)  # each [R, HV, C, D]
+        self.attention = (queries * between).flatten(1, 2)
+        self.queries = (q * start).flatten(1, 2)
+        self.keys = (k * between[..., -1, :, None]).flatten(1, 2).mT  # decayed to the chunk's end
+        self.end = start[..., -1:, :].flatten(1, 2)
 
     def step(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         """One chunk of each running sequence: ``[n, HV, C, V]`` and the states after it."""

@@ -51,6 +51,6 @@ def describe(device: Device) -> str:
     return ", ".join(parts)
 
 
-def print_json(text: str) -> None:
-    """JSON to standard output."""
+def write(text: str) -> None:
+    """A text, and the end of its line, to standard output."""
     sys.stdout.write(text + "\n")

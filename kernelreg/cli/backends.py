@@ -8,7 +8,7 @@ import json
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, facts_of, print_json
+from kernelreg.cli._shared import console, facts_of, write
 from kernelreg.descriptor import Kernel, full
 from kernelreg.machine import Facts, Problem
 from kernelreg.ops import operations
@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(words: argparse.Namespace) -> int:
     """0, or 1 where a backend could not be read."""
     if words.schema:
-        print_json(descriptor_schema())
+        write(descriptor_schema())
         return 0
     registry = session.registry()
     facts = facts_of(words)
     device = words.device or session.default_device(facts)
     verdicts = _verdicts(facts, device)
     if words.json:
-        print_json(json.dumps(_data(registry.backends, registry.problems, device, verdicts), indent=2))
+        write(json.dumps(_data(registry.backends, registry.problems, device, verdicts), indent=2))
     else:
         _show(registry.backends, registry.problems, device, verdicts)
     return 1 if registry.problems else 0

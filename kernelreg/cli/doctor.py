@@ -10,7 +10,7 @@ import msgspec
 
 from kernelreg._version import __version__
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, describe, devices_of, facts_of, print_json
+from kernelreg.cli._shared import console, describe, devices_of, facts_of, write
 from kernelreg.errors import ConfigurationError, FactsError, unknown_name
 from kernelreg.machine import CPU, Facts, Problem
 from kernelreg.ops import operation_named
@@ -69,7 +69,7 @@ def run(words: argparse.Namespace) -> int:
         facts = session.detected()
     report = examine(facts, registry, required, trouble)
     if words.json:
-        print_json(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
+        write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
     else:
         show(report, console())
     return 0 if report.ok else 1
@@ -147,7 +147,7 @@ def show(report: Report, out: Console) -> None:
         out.print(title, style="bold")
         _show_device([each for each in report.decisions if each.device == device.torch_name], out)
     _show_list(out, "Overrides", _overrides(report.policy), "cyan")
-    _show_list(out, "Problems", [f"{each.source}: {each.error}" for each in report.problems], "yellow")
+    _show_list(out, "Noticed", [f"{each.source}: {each.error}" for each in report.problems], "yellow")
     out.print()
     if report.ok:
         out.print("All operations have a usable backend on every device.", style="green")
@@ -184,10 +184,10 @@ def _show_device(decisions: list[Decision], out: Console) -> None:
         titles = [_title(decision)]
         while place + 1 < len(told) and told[place + 1][1] == verdicts:
             place += 1
-            titles.append(_title(told[place][0]).removeprefix(f"{decision.operation} "))
+            titles.append(_title(told[place][0]))
         place += 1
         chosen = f"{decision.backend} ({decision.kernel})" if decision.backend else "nothing can run"
-        _line(out, 2, f"{', '.join(titles)}:", chosen, "bold green" if decision.backend else "bold red")
+        _line(out, 2, f"{' and '.join(titles)}:", chosen, "bold green" if decision.backend else "bold red")
         for label, text, fix in verdicts:
             _line(out, 4, label, text)
             if fix:

@@ -6,7 +6,7 @@ import argparse
 
 from kernelreg.api import resolve
 from kernelreg.call import DTYPES
-from kernelreg.cli._shared import facts_of, print_json
+from kernelreg.cli._shared import facts_of, write
 from kernelreg.errors import NoBackendError
 
 NAME = "resolve"
@@ -48,7 +48,7 @@ def run(words: argparse.Namespace) -> int:
     except NoBackendError as error:
         found = error.resolution
     if words.json:
-        print_json(found.to_json())
+        write(found.to_json())
     else:
-        print_json(found.explain())
+        write(found.explain())
     return 0 if found.backend else 1

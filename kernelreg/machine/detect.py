@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from kernelreg.machine.devices import detect_devices
-from kernelreg.machine.model import Facts, Platform, Problem
+from kernelreg.machine.model import Facts, Platform, Problem, Tool
 from kernelreg.machine.packages import detect_packages
 from kernelreg.machine.tools import detect_tools
 from kernelreg.machine.torch_build import detect_torch
@@ -58,8 +58,13 @@ def detect(packages: Iterable[str], environ: Mapping[str, str] | None = None) ->
         torch=torch,
         driver=driver,
         devices=devices,
-        tools=tools,
+        tools={name: Tool(path=_encodable(tool.path), version=tool.version) for name, tool in tools.items()},
         packages=versions,
-        environment={name: environ[name] for name in ENVIRONMENT if name in environ},
-        problems=tuple(problems),
+        environment={name: _encodable(environ[name]) for name in ENVIRONMENT if name in environ},
+        problems=tuple(Problem(source=each.source, error=_encodable(each.error)) for each in problems),
     )
+
+
+def _encodable(text: str) -> str:
+    """The text with a question mark for what UTF-8 has no word for: a path's stray bytes, which no JSON can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
