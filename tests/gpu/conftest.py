@@ -55,7 +55,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     facts = kernelreg.facts()
     device = facts.devices[0]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
-    backends = list(dict.fromkeys(backend for _, backend, _ in rows))
+    known = ("torch", "fla", "flash_qla", "all")
+    backends = sorted({backend for _, backend, _ in rows}, key=known.index)
     results = {(case, backend): result for case, backend, result in rows}
     lines = [
         f"# GDN kernels under the contract, {datetime.date.today().isoformat()}",
@@ -72,6 +73,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         "| case | " + " | ".join(backends) + " |",
         "|---" * (len(backends) + 1) + "|",
     ]
-    for case in dict.fromkeys(case for case, _, _ in rows):
+    for case in sorted({case for case, _, _ in rows}):
         lines.append(f"| {case} | " + " | ".join(results.get((case, each), "–") for each in backends) + " |")
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
