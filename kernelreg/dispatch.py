@@ -69,11 +69,10 @@ class Dispatcher:
             NoBackendError: nothing fits.
             ConfigurationError: an override names something unknown.
         """
-        resolution = session.resolve(call, facts=session.facts_seeing(call.device))
-        function = resolution.function  # may forget what is known: a failed import changes every answer
         if len(self.known) >= CAPACITY:
             self.known = {}
-        self.known[key] = function
+        known = self.known  # what changes meanwhile puts another in its place, and this answer is forgotten with it
+        function = known[key] = session.resolve(call, facts=session.facts_seeing(call.device)).function
         return function
 
 

@@ -38,6 +38,9 @@ class AdapterError(KernelregError, ImportError):
         super().__init__(message)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[AdapterError], tuple[str, Reason]]:
+        return type(self), (str(self), self.reason)  # errors travel between an engine's processes
+
 
 class NoBackendError(KernelregError, RuntimeError):
     """No kernel fits. The message and ``resolution`` hold every reason for every kernel."""
@@ -45,6 +48,9 @@ class NoBackendError(KernelregError, RuntimeError):
     def __init__(self, message: str, resolution: Resolution) -> None:
         super().__init__(message)
         self.resolution = resolution
+
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[str, Resolution]]:
+        return type(self), (str(self), self.resolution)
 
 
 def nearest(given: str, accepted: Iterable[str]) -> str | None:

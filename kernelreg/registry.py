@@ -70,10 +70,6 @@ class Registry(msgspec.Struct, frozen=True):
         backends = sorted((*self.backends, backend), key=lambda each: each.name)
         return Registry(tuple(backends), self.problems)
 
-    def without(self, name: str) -> Registry:
-        """Without the backend of that name."""
-        return Registry(tuple(each for each in self.backends if each.name != name), self.problems)
-
     def adding_problem(self, problem: Problem) -> Registry:
         return Registry(self.backends, (*self.problems, problem))
 

@@ -106,6 +106,9 @@ class Resolution:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Callable[[str], Resolution], tuple[str]]:
+        return Resolution.from_json, (self.to_json(),)  # the decision travels, a function of this process cannot
+
     def __repr__(self) -> str:
         chosen = f"{self.backend} {self.kernel}" if self.backend else "nothing fits"
         return f"<Resolution {self.operation} on {self.device}: {chosen}>"

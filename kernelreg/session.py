@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import reduce
 
 import msgspec
 
@@ -50,6 +51,8 @@ class Session:
         self._environ = environ
         self._lock = threading.RLock()
         self._registry: Registry | None = None
+        self._discovered: Registry | None = None
+        self._added: tuple[Backend, ...] = ()
         self._facts: Facts | None = None
         self._policy: Policy | None = None
         self._seen: dict[str, str] = {}
@@ -63,7 +66,9 @@ class Session:
         """The backends of this process."""
         with self._lock:
             if self._registry is None:
-                self._registry = discover(plugins=self._plugins_wanted())
+                if self._discovered is None:
+                    self._discovered = discover(plugins=self._plugins_wanted())
+                self._registry = reduce(Registry.adding, self._added, self._discovered)
             return self._registry
 
     def facts(self) -> Facts:
@@ -131,12 +136,13 @@ class Session:
             if backend.name in registry.names():
                 problem = registry.adding(backend).problems[-1]
                 raise ConfigurationError(f"{problem.source}: {problem.error}")
-            self._swap(registry.adding(backend))
+            self._added = (*self._added, backend)
+            self._changed_backends()
 
         def undo() -> None:
             with self._lock:
-                if any(each is backend for each in self.registry().backends):
-                    self._swap(self.registry().without(backend.name))
+                self._added = tuple(each for each in self._added if each is not backend)
+                self._changed_backends()
 
         return undo
 
@@ -237,12 +243,13 @@ class Session:
         if before.get("KERNELREG_FACTS") != now.get("KERNELREG_FACTS"):
             self._facts = None
         if before.get("KERNELREG_PLUGINS") != now.get("KERNELREG_PLUGINS"):
-            self._registry = self._facts = None
+            self._discovered = None
+            self._changed_backends()
         self._changed()
 
-    def _swap(self, registry: Registry) -> None:
-        self._registry = registry
-        self._facts = self._policy = None
+    def _changed_backends(self) -> None:
+        """Other backends may name other packages, and other names are known."""
+        self._registry = self._facts = self._policy = None
         self._changed()
 
     def _changed(self) -> None:

@@ -234,7 +234,7 @@ def test_torch_is_read_from_plain_and_annotated_assignments(
 
 @pytest.mark.usefixtures("torch_not_loaded")
 @pytest.mark.parametrize(
-    "text", [None, "__version__ = (", "cuda = '12.8'", "\0", "__version__ = compute()", "(" * 5000]
+    "text", [None, "__version__ = (", "cuda = '12.8'", "\0", "__version__ = compute()", "# \xff", "(" * 5000]
 )
 def test_a_torch_whose_version_file_is_broken_keeps_its_metadata_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
@@ -265,5 +265,5 @@ def fake_torch(folder: Path, monkeypatch: pytest.MonkeyPatch, version_file: str 
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit(3)\n")
     if version_file is not None:
-        (package / "version.py").write_text(version_file)
+        (package / "version.py").write_text(version_file, encoding="latin-1")
     monkeypatch.syspath_prepend(folder)

@@ -239,3 +239,10 @@ def test_it_is_deterministic_where_torch_is_told_to_be(function: Any) -> None:
         assert torch.equal(first, second)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@both
+def test_autocast_does_not_lower_it(function: Any) -> None:
+    call = gdn_call()
+    with torch.autocast("cpu", torch.bfloat16):
+        check(function, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
@@ -231,3 +232,13 @@ def test_a_slow_kernel_is_ranked_last_and_not_ruled_out() -> None:
         assert accepted[-1] == "slow"
     finally:
         undo()
+
+
+def test_resolutions_and_errors_travel_between_processes() -> None:
+    resolution = decided(machine("a100-ngc"))
+    assert pickle.loads(pickle.dumps(resolution)) == resolution
+    with pytest.raises(kernelreg.NoBackendError) as caught:
+        kernelreg.resolve("gdn", facts=machine("h200"), device="cuda:9")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+    assert again.resolution == caught.value.resolution

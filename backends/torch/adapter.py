@@ -1,4 +1,7 @@
-"""The backend that is always there: the GDN contract in plain PyTorch."""
+"""The backend that is always there: the GDN contract in plain PyTorch.
+
+It computes in float32 (float64 for float64 calls), with the precision of ``torch.set_float32_matmul_precision``.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,15 @@ def fused_recurrent_gated_delta_rule(
     return _run(recurrent_rule, 1, q, k, v, g, beta, **options)
 
 
-def _run(
+def _run(rule: Rule, chunk: int, q: Tensor, *arguments: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """The rule outside of autocast, which would take its float32 products to half precision."""
+    if q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return _run_exactly(rule, chunk, q, *arguments, **options)
+    with torch.autocast(q.device.type, enabled=False):
+        return _run_exactly(rule, chunk, q, *arguments, **options)
+
+
+def _run_exactly(
     rule: Rule,
     chunk: int,
     q: Tensor,

@@ -89,8 +89,8 @@ class _Chunks:
         heads, size = q.shape[2], g.shape[1]
         # [R, H, 1 or value heads of a group, C, D]: what a group shares is computed once and broadcast.
         q, k = (x.transpose(1, 2).unsqueeze(2) for x in (q, k))
-        v = v.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-        g, beta = (x.unflatten(2, (heads, -1)).permute(0, 2, 3, 1) for x in (g, beta))
+        v = torch.unflatten(v, 2, (heads, -1)).permute(0, 2, 3, 1, 4)
+        g, beta = (torch.unflatten(x, 2, (heads, -1)).permute(0, 2, 3, 1) for x in (g, beta))
         keys, queries = k @ k.mT, q @ k.mT
         sums = _segment_sums(g)
         start = sums[..., :1].exp()  # d(i, -1): decay from the chunk's start
