@@ -38,7 +38,7 @@ def main() -> None:
         q, k, v = (torch.randn(1, T, heads, size, device=device) for heads, size in ((H, K), (H, K), (HV, V)))
         g = torch.nn.functional.logsigmoid(torch.randn(1, T, HV, device=device))
         beta = torch.rand(1, T, HV, device=device)
-        call = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}
+        call: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}
         group = {name: call[name].repeat_interleave(HV // H, 2) for name in ("q", "k")}
 
         def ours(call: dict[str, Any] = call) -> object:

@@ -35,7 +35,8 @@ class PackageRule(_Table, frozen=True, kw_only=True):
 
     Attributes:
         version: PEP 440 specifier set, or ``*``.
-        by: compare as PEP 440 says (``pep440``) or by release number alone (``release``).
+        by: compare as PEP 440 says (``pep440``) or by release number alone (``release``). When it is not said,
+            builds such as triton's compare by release and all others as PEP 440 says.
         also: other distributions that install the same package (``pytorch-triton-rocm`` for ``triton``).
 
     In a descriptor that was read, every package's rule is in this full form, and where ``by`` or ``also`` was said
@@ -43,7 +44,7 @@ class PackageRule(_Table, frozen=True, kw_only=True):
     """
 
     version: str = "*"
-    by: Literal["pep440", "release"] = "pep440"
+    by: Literal["pep440", "release"] | None = None
     also: tuple[str, ...] = ()
 
 
@@ -51,12 +52,10 @@ Packages: TypeAlias = dict[str, str | PackageRule]
 
 
 def _full_rule(name: str, rule: str | PackageRule, known: dict[str, PackageRule]) -> PackageRule:
-    """A rule's full form: ``by`` and ``also`` are said once for a package; builds compare by release untold."""
-    said = known.get(name)
-    if isinstance(rule, PackageRule):
-        return rule if rule.also or said is None else PackageRule(version=rule.version, by=said.by, also=said.also)
-    by: Literal["pep440", "release"] = "release" if name in BUILDS else "pep440"
-    return PackageRule(version=rule, by=said.by if said else by, also=said.also if said else ())
+    """A rule's full form: what it does not say of ``by`` and ``also``, the backend's own rule or the name says."""
+    written = rule if isinstance(rule, PackageRule) else PackageRule(version=rule)
+    said = known.get(name, PackageRule(by="release" if name in BUILDS else "pep440"))
+    return PackageRule(version=written.version, by=written.by or said.by, also=written.also or said.also)
 
 
 class Span(_Table, frozen=True, kw_only=True):

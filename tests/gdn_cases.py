@@ -11,6 +11,9 @@ from torch.nn.functional import logsigmoid, normalize
 
 from kernelreg.ops.gdn_reference import reference_gated_delta_rule
 
+# The tensors are small: several threads only wait for each other, for minutes where the machine is busy.
+torch.set_num_threads(1)
+
 Call = dict[str, Any]
 
 #: Bounds on ‖out − ref‖ / ‖ref‖ by dtype. Half precision: a few roundings of 2^-9 (bfloat16) and 2^-11 (float16)

@@ -247,7 +247,7 @@ def test_how_a_package_is_compared_is_said_once_and_holds_everywhere() -> None:
     also = ("libx-rocm",)
     assert descriptor.requires.packages == {"libx": PackageRule(version=">=3.0", by="release", also=also)}
     assert read.requires.packages["libx"] == PackageRule(version=">=3.3", by="release", also=also)
-    assert read.requires.packages["liby"] == PackageRule(version=">=1")
+    assert read.requires.packages["liby"] == PackageRule(version=">=1", by="pep440")
     assert read.preference[0].when.packages["libx"] == PackageRule(version="<4", by="release", also=also)
     assert when.packages["libx"] == PackageRule(version="==3.4", by="release", also=also)
     assert descriptor.packages == {"libx", "libx-rocm", "liby"}
@@ -255,10 +255,9 @@ def test_how_a_package_is_compared_is_said_once_and_holds_everywhere() -> None:
 
 @pytest.mark.parametrize(("name", "by"), [("triton", "release"), ("torch", "release"), ("flash-qla", "pep440")])
 def test_a_bare_range_compares_builds_by_release_and_packages_as_pep_440_says(name: str, by: str) -> None:
-    descriptor = make_descriptor(backend(requires={"packages": {name: ">=3"}}))
-    rule = descriptor.requires.packages[name]
-    assert isinstance(rule, PackageRule)
-    assert (rule.version, rule.by) == (">=3", by)
+    for written in (">=3", {"version": ">=3"}):
+        descriptor = make_descriptor(backend(requires={"packages": {name: written}}))
+        assert descriptor.requires.packages[name] == PackageRule(version=">=3", by=by)  # type: ignore[arg-type]
 
 
 def test_what_a_row_says_of_calls_stands_over_the_backends_word_key_by_key() -> None:

@@ -267,3 +267,9 @@ def fake_torch(folder: Path, monkeypatch: pytest.MonkeyPatch, version_file: str 
     if version_file is not None:
         (package / "version.py").write_text(version_file, encoding="latin-1")
     monkeypatch.syspath_prepend(folder)
+
+
+def test_a_saved_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "usual").write_text("")
+    machine("h200").save(tmp_path / "saved.json")
+    assert (tmp_path / "saved.json").stat().st_mode == (tmp_path / "usual").stat().st_mode

@@ -1,4 +1,4 @@
-"""flash-linear-attention, flash-qla, tilelang, triton and transformers as they are installed, on a machine without a GPU.
+"""flash-linear-attention, flash-qla, tilelang, triton and transformers as installed, on a machine without a GPU.
 
 Each test skips where its package is not installed; the project's CI installs all of them.
 """

@@ -71,7 +71,7 @@ def test_where_nothing_names_an_nvcc_the_usual_place_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, nvcc: Callable[..., Path]
 ) -> None:
     usual = nvcc("usual")
-    monkeypatch.setattr(tools, "Path", lambda path: usual if path == "/usr/local/cuda/bin/nvcc" else Path(path))
+    monkeypatch.setattr(tools, "_DEFAULT", usual)
     assert detect_tools({"PATH": ""}) == ({"nvcc": Tool(path=str(usual), version="12.8")}, [])
 
 

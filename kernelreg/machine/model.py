@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -120,17 +119,14 @@ class Facts(_Record, frozen=True, kw_only=True):
             FactsError: the file cannot be written; names it and the cause.
         """
         target = Path(path)
-        written: Path | None = None
+        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            with tempfile.NamedTemporaryFile(
-                "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"
-            ) as file:
-                written = Path(file.name)
-                file.write(self.to_json() + "\n")
-            written.replace(target)
+            try:
+                draft.write_text(self.to_json() + "\n", encoding="utf-8")
+                draft.replace(target)
+            finally:
+                draft.unlink(missing_ok=True)
         except OSError as cause:
-            if written is not None:
-                written.unlink(missing_ok=True)
             raise FactsError(f"{target}: {cause.strerror or cause}") from cause
 
     def to_dict(self) -> dict[str, Any]:

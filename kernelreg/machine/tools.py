@@ -15,6 +15,8 @@ from kernelreg.machine.model import Problem, Tool
 #: Seconds that ``nvcc --version`` may take: a cold network file system, not a hang.
 NVCC_SECONDS = 10.0
 
+#: Where CUDA's own installer puts it; it need not be there.
+_DEFAULT = Path("/usr/local/cuda/bin/nvcc")
 _RELEASE = re.compile(r"release (\d+\.\d+)")
 
 
@@ -23,7 +25,7 @@ def detect_tools(environ: Mapping[str, str]) -> tuple[dict[str, Tool], list[Prob
     problems: list[Problem] = []
     for path in _candidates(environ):
         if not _is_file(path):
-            if path.parent.parent != Path("/usr/local/cuda"):  # a default that need not exist
+            if path is not _DEFAULT:
                 problems.append(Problem(source="nvcc", error=f"{path} is named by the environment, but not there"))
             continue
         version, error = _version(path)
@@ -48,7 +50,7 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
     for file in files:
         if file.name == "nvcc":
             yield Path(os.fspath(file.locate()))
-    yield Path("/usr/local/cuda/bin/nvcc")
+    yield _DEFAULT
 
 
 def _is_file(path: Path) -> bool:

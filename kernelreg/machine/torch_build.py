@@ -33,7 +33,7 @@ def _from_files() -> tuple[TorchBuild | None, list[Problem]]:
     file = Path(spec.origin).with_name("version.py")
     try:
         values = _assignments(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError) as error:
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         return _from_metadata([Problem(source="torch", error=f"{file}: {error}")])
     version = values.get("__version__")
     if version is None:
