@@ -191,10 +191,10 @@ def test_detection_imports_neither_torch_nor_a_kernel_library() -> None:
     code = (
         "import sys, kernelreg; facts = kernelreg.facts(); facts.to_json(); "
         "watched = {'torch', 'triton', 'fla', 'flash_qla', 'tilelang', 'kernelreg_backends', 'numpy'}; "
-        "print(facts.torch is not None, sorted(watched & {name.partition('.')[0] for name in sys.modules}))"
+        "print(sorted(watched & {name.partition('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True []"
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.fixture
@@ -206,8 +206,7 @@ def torch_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_read_from_its_files_is_the_torch_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     from_files = detect_torch()
     monkeypatch.undo()
-    import torch
-
+    torch = pytest.importorskip("torch")
     assert sys.modules["torch"] is torch
     assert from_files == detect_torch()
     assert from_files == (TorchBuild(version=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip), [])

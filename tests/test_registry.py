@@ -226,11 +226,12 @@ def test_register_takes_a_path_data_or_a_descriptor_and_gives_its_undo(tmp_path:
         found = next(each for each in session.registry().backends if each.name == "acme")
         assert found.descriptor == load_descriptor(path)
         assert found.origin == (os.fspath(path) if form in ("path", "text") else "register()")
-        assert ("acme", "only") in {(each.backend, each.kernel) for each in kernelreg.resolve(device="cpu").candidates}
+        candidates = machines.decided(machines.machine("cpu-only")).candidates
+        assert ("acme", "only") in {(each.backend, each.kernel) for each in candidates}
     finally:
         undo()
     assert "acme" not in session.registry().names()
-    assert "acme" not in {each.backend for each in kernelreg.resolve(device="cpu").candidates}
+    assert "acme" not in {each.backend for each in machines.decided(machines.machine("cpu-only")).candidates}
     undo()
     assert session.registry().names() == BUILT_IN
 
