@@ -65,7 +65,9 @@ def announce(decision: Decision, registry: Registry, facts: Facts) -> None:
         say_once(logging.INFO, _summary(decision))
     if decision.backend is None:
         return
-    for candidate in decision.candidates:
+    # A backend's best row speaks for it: its others may be for releases that nobody should go back to.
+    best = {each.backend: each for each in reversed(decision.candidates) if each.backend != decision.backend}
+    for candidate in best.values():
         rejected = candidate.status == "rejected" and _installed_but_unusable(candidate)
         if rejected and _better(candidate, decision, registry, facts):
             say_once(logging.WARNING, _warning(candidate, decision))

@@ -23,7 +23,7 @@ def resolve(
     *,
     like: Mapping[str, Any] | None = None,
     device: object = None,
-    facts: Facts | None = None,
+    facts: Facts | str | os.PathLike[str] | None = None,
     policy: Policy | None = None,
     dtype: object = None,
     gate_dtype: object = None,
@@ -42,7 +42,7 @@ def resolve(
         operation: ``gdn.chunk`` (alias ``gdn``) or ``gdn.recurrent``.
         like: the arguments of a call, by name (``q``, ``k``, ``v``, ``g``, ``beta`` …): what these tensors need.
         device: a device as torch names it; the current accelerator when not given, else ``cpu``.
-        facts: the machine to decide for; this one when not given.
+        facts: the machine to decide for, or the path of its facts file; this machine when not given.
         policy: the whole policy (:func:`kernelreg.make_policy`); environment and ``use()`` when not given.
         dtype, gate_dtype, state_dtype: of q/k/v, of g, of the state; a torch dtype or its name.
         head_dim_k, head_dim_v: K and V.
@@ -67,6 +67,8 @@ def resolve(
         "sequences": sequences,
         "features": features,
     }
+    if facts is not None and not isinstance(facts, Facts):
+        facts = Facts.load(facts)
     if like is None:
         known = session.facts() if facts is None else facts
         name = session.default_device(known) if device is None else str(device)
@@ -113,7 +115,12 @@ def use(
         ConfigurationError: a name that no backend has; names the nearest.
     """
     names = session.registry().names()
-    over = policies.make_policy(names, backend=backend, prefer=prefer, disable=disable, strict=strict, origin="use()")
+    try:
+        over = policies.make_policy(
+            names, backend=backend, prefer=prefer, disable=disable, strict=strict, origin="use()"
+        )
+    except ConfigurationError as error:
+        raise session.with_hint(error) from None
     return overriding(over)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,9 @@ from kernelreg.ops import operation_named
 #: The dtypes that a call may name, as torch names them.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
+#: The types of device that torch has a name for, of those that anyone runs these kernels on.
+DEVICE_TYPES = ("cpu", "cuda", "hpu", "meta", "mps", "mtia", "musa", "npu", "privateuseone", "xla", "xpu")
+_DEVICE = re.compile(r"^[a-z]+(:\d{1,4})?$")
 _SIZES = ("head_dim_k", "head_dim_v", "heads", "value_heads", "tokens", "sequences")
 
 
@@ -64,6 +68,8 @@ def make_call(operation: str, device: str, **options: Any) -> Call:
         ConfigurationError: an unknown operation, option, dtype or feature, or a size that is no positive whole number.
     """
     known = operation_named(operation)
+    if not _DEVICE.match(device) or device.partition(":")[0] not in DEVICE_TYPES:
+        raise ConfigurationError(unknown_name("device", device, DEVICE_TYPES))
     said: dict[str, Any] = {}
     for name, value in options.items():
         if name not in OPTIONS:

@@ -78,16 +78,21 @@ def make_policy(
     def source(field: str) -> str:
         return origin if isinstance(origin, str) else origin[field]
 
+    def place(field: str, value: object) -> str:
+        """What was written, as it was written."""
+        name = source(field)
+        return f"{name[:-1]}{field}={value!r})" if name.endswith("()") else f"{name}={value!r}"
+
     if backend is not None:
-        said["backend"] = _forced(backend, known, source("backend"))
+        said["backend"] = _forced(backend, known, place("backend", backend))
         origins |= {f"backend.{operation}": source("backend") for operation in said["backend"]}
     for field, names in (("prefer", prefer), ("disable", disable)):
         if names is not None:
-            said[field] = _names(names, known, source(field))
+            said[field] = _names(names, known, place(field, names))
             origins[field] = source(field)
     if strict is not None:
         if not isinstance(strict, bool):
-            raise ConfigurationError(f"{source('strict')}={strict!r}; accepted: True, False")
+            raise ConfigurationError(f"{place('strict', strict)}; accepted: True, False")
         said["strict"] = strict
         origins["strict"] = source("strict")
     return Policy(**said, origin=origins)
@@ -161,42 +166,40 @@ def read_log_level(environ: Mapping[str, str]) -> str | None:
     return value or None
 
 
-def _forced(value: str | Mapping[str, str], known: tuple[str, ...], origin: str) -> dict[str, str]:
+def _forced(value: str | Mapping[str, str], known: tuple[str, ...], place: str) -> dict[str, str]:
     """Operation name → backend, from any of the accepted forms."""
     if isinstance(value, str):
         if "=" not in value:
-            name = _name(value.strip(), known, origin, value)
+            name = _name(value.strip(), known, place)
             return {operation.name: name for operation in operations()}
         pairs = []
         for part in value.split(","):
             operation, equals, name = part.partition("=")
             if not equals or not operation.strip() or not name.strip():
-                raise ConfigurationError(
-                    f"{origin}={value!r}: {part!r} is no pair; accepted: BACKEND, or OPERATION=BACKEND[,…]"
-                )
+                raise ConfigurationError(f"{place}: {part!r} is no pair; accepted: BACKEND, or OPERATION=BACKEND[,…]")
             pairs.append((operation.strip(), name.strip()))
     elif isinstance(value, Mapping):
         pairs = list(value.items())
     else:
-        raise ConfigurationError(f"{origin}={value!r}; accepted: a backend's name, or operations and backends")
+        raise ConfigurationError(f"{place}; accepted: a backend's name, or operations and backends")
     forced: dict[str, str] = {}
     for operation, name in pairs:
         try:
             canonical = operation_named(operation).name
         except KernelregError as error:
-            raise ConfigurationError(f"{origin}={value!r}: {error}") from None
+            raise ConfigurationError(f"{place}: {error}") from None
         if forced.get(canonical, name) != name:
-            raise ConfigurationError(f"{origin}={value!r} names two backends for {canonical}; accepted: one")
-        forced[canonical] = _name(name, known, origin, value)
+            raise ConfigurationError(f"{place} names two backends for {canonical}; accepted: one")
+        forced[canonical] = _name(name, known, place)
     return forced
 
 
-def _names(value: Sequence[str] | str, known: tuple[str, ...], origin: str) -> tuple[str, ...]:
+def _names(value: Sequence[str] | str, known: tuple[str, ...], place: str) -> tuple[str, ...]:
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-    return tuple(dict.fromkeys(_name(part, known, origin, value) for part in parts if part != ""))
+    return tuple(dict.fromkeys(_name(part, known, place) for part in parts if part != ""))
 
 
-def _name(name: str, known: tuple[str, ...], origin: str, value: object) -> str:
+def _name(name: str, known: tuple[str, ...], place: str) -> str:
     if name not in known:
-        raise ConfigurationError(f"{origin}={value!r}: {unknown_name('backend', str(name), known)}")
+        raise ConfigurationError(f"{place}: {unknown_name('backend', str(name), known)}")
     return name

@@ -83,6 +83,9 @@ class Rank(msgspec.Struct, frozen=True, order=True):
         return "not measured" if self.unmeasured else f"{-self.slowness:.3g} ×"
 
 
+Judged = tuple[Rank, tuple[Reason, ...]]
+
+
 def decide(
     registry: Registry,
     facts: Facts,
@@ -106,6 +109,8 @@ def decide(
         )
         for backend, kernel in registry.kernels(call.operation)
     ]
+    if policy.strict:
+        judged = _without_fallback(judged, policy)
     judged.sort(key=lambda pair: (bool(pair[1]), pair[0]))
     best = judged[0][0] if judged and not judged[0][1] else None
     return Decision(
@@ -122,10 +127,11 @@ def decide(
 
 def rank(backend: Backend, kernel: Kernel, facts: Facts, call: Call, policy: Policy) -> Rank:
     """Where a kernel would stand if it could run."""
+    forced = policy.backend.get(call.operation) == backend.name
     wishes = policy.prefer
     evidence = next((each for each in kernel.preference if holds(each.when, kernel.name, facts, call)), None)
     return Rank(
-        wish=wishes.index(backend.name) if backend.name in wishes else len(wishes),
+        wish=-1 if forced else wishes.index(backend.name) if backend.name in wishes else len(wishes),
         slow=any(
             entry.severity == "slow" and holds(entry.when, kernel.name, facts, call)
             for entry in backend.descriptor.known_bad
@@ -178,6 +184,22 @@ def _reasons(
     if backend.name in ruled_out:
         reasons.append(ruled_out[backend.name])
     return told_in_order(reasons)
+
+
+def _without_fallback(judged: list[Judged], policy: Policy) -> list[Judged]:
+    """Under strict, a kernel that only its failed import keeps away is not stood in for by one that ranks lower."""
+    failed = [place for place, reasons in judged if {each.code for each in reasons} == {ReasonCode.IMPORT_ERROR}]
+    if not failed:
+        return judged
+    first = min(failed)
+    origin = policy.origin.get("strict", "policy")
+    reason = Reason(
+        code=ReasonCode.NOT_SELECTED,
+        subject=origin,
+        actual=f"{first.backend} {first.kernel} ranks higher and cannot be imported; strict allows no fallback",
+        fix=_unset(origin),
+    )
+    return [(place, reasons if reasons or place < first else (reason,)) for place, reasons in judged]
 
 
 def _policy_reasons(backend: str, operation: str, policy: Policy) -> list[Reason]:

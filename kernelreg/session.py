@@ -68,6 +68,8 @@ class Session:
             if self._registry is None:
                 if self._discovered is None:
                     self._discovered = discover(plugins=self._plugins_wanted())
+                    for problem in self._discovered.problems:
+                        say_once(logging.WARNING, f"backend left out: {problem.source}: {problem.error}")
                 self._registry = reduce(Registry.adding, self._added, self._discovered)
             return self._registry
 
@@ -199,8 +201,8 @@ class Session:
                 failed, cause = decision, error
             decision = decide(registry, facts, failed.call, failed.policy, self.ruled_out)
             resolution = Resolution(decision)
-            if decision.backend is None or failed.policy.strict:
-                raise NoBackendError(f"{cause}\n{resolution.explain()}", resolution) from cause
+            if decision.backend is None:
+                raise NoBackendError(resolution.explain(), resolution) from cause
             announce(decision, registry, facts)
 
     def default_device(self, facts: Facts) -> str:
@@ -216,7 +218,17 @@ class Session:
 
     def environment_policy(self) -> tuple[Policy, list[ConfigurationError], list[str]]:
         """The environment's policy with every error and warning, for the doctor."""
-        return read_environment(self._environ, self.registry().names())
+        policy, errors, warnings = read_environment(self._environ, self.registry().names())
+        return policy, [self.with_hint(error) for error in errors], warnings
+
+    def with_hint(self, error: ConfigurationError) -> ConfigurationError:
+        """An unknown backend's error, with the backends that are not known because something keeps them out."""
+        hints = [f"{each.source}: {each.error}" for each in self.registry().problems]
+        if not self._plugins_wanted():
+            hints.append("KERNELREG_PLUGINS leaves all plugins out")
+        if not hints or "unknown backend" not in str(error):
+            return error
+        return ConfigurationError(f"{error} (left out: {'; '.join(hints)})")
 
     def _read_policy(self) -> Policy:
         policy, errors, warnings = self.environment_policy()

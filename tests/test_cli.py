@@ -72,6 +72,8 @@ def test_resolve_without_a_kernel_explains_and_exits_1(capsys: Output) -> None:
         (["resolve", "gnd"], "did you mean 'gdn'?"),
         (["resolve", "gdn", "--dtype", "bf16"], "did you mean 'bfloat16'?"),
         (["resolve", "gdn", "--features", "varlne"], "did you mean 'varlen'?"),
+        (["resolve", "gdn", "--device", "gpu"], "unknown device 'gpu'; accepted: cpu, cuda"),
+        (["resolve", "gdn", "--device", "cuda:x"], "did you mean 'cuda'?"),
         (["resolve", "gdn", "--tokens", "-4"], "accepted: a whole number"),
         (["resolve", "gdn", "--tokens", "many"], "invalid int value"),
         (["resolve", "gdn", "--facts", "nowhere.json"], "nowhere.json: No such file"),

@@ -157,6 +157,8 @@ def test_names_order_and_defaults_are_flas() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({"q": [1.0]}, "q is a list; accepted: a tensor"),
+        ({"beta": None}, "beta is a NoneType"),
         ({"q": torch.zeros(2, 300, 32)}, r"q is \[2, 300, 32\]"),
         ({"k": torch.zeros(2, 300, 2, 16)}, r"k is \[2, 300, 2, 16\]; accepted: q's"),
         ({"v": torch.zeros(2, 300, 3, 48)}, r"HV \(here 3\) a multiple of H \(2\)"),

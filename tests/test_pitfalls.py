@@ -7,6 +7,7 @@ LightLLM #1292, bitsandbytes #1599, FLA #640, #983, #1094 and #1098, vllm #7472,
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,23 +74,42 @@ def test_every_limit_can_be_traced_from_its_reason() -> None:
                     assert reason.url, (row.backend, row.kernel, reason)
 
 
-def test_an_adapter_that_raises_at_import_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A backend that ranks above all others and whose adapter raises at import, as flash_qla's does without a GPU."""
     pytest.importorskip("torch")
     (tmp_path / "broken_adapter.py").write_text("raise ValueError('No CUDA architecture was specified')\n")
     monkeypatch.syspath_prepend(tmp_path)
     preference = [{"speedup": 99.0, "source": "a test"}]
     undo = kernelreg.register(descriptor("broken", kernel={"preference": preference}))
-    try:
-        resolution = kernelreg.resolve("gdn", device="cpu")
-        assert resolution.backend == "broken"
+    yield
+    undo()
+
+
+@pytest.mark.usefixtures("broken")
+def test_an_adapter_that_raises_at_import_costs_only_itself(caplog: pytest.LogCaptureFixture) -> None:
+    resolution = kernelreg.resolve("gdn", device="cpu")
+    assert resolution.backend == "broken"
+    with caplog.at_level(logging.WARNING, logger="kernelreg"):
         assert callable(resolution.function)
-        assert resolution.backend == "torch"
-        broken = next(each for each in resolution.candidates if each.backend == "broken")
-        assert broken.reasons[0].code == "import-error"
-        assert "ValueError: No CUDA architecture was specified" in str(broken.reasons[0])
-        assert kernelreg.resolve("gdn", device="cpu").backend == "torch"
-    finally:
-        undo()
+    assert resolution.backend == "torch"
+    reason = next(each for each in resolution.candidates if each.backend == "broken").reasons[0]
+    assert reason.code == "import-error"
+    assert "ValueError: No CUDA architecture was specified" in str(reason)
+    (line,) = [record.message for record in caplog.records]
+    assert "broken only is installed and ranks higher, but cannot run: import-error" in line
+    assert kernelreg.resolve("gdn", device="cpu").backend == "torch"
+
+
+@pytest.mark.usefixtures("broken")
+def test_under_strict_a_failed_import_is_an_error_every_time() -> None:
+    with kernelreg.use(strict=True):
+        with pytest.raises(kernelreg.NoBackendError, match="strict allows no fallback"):
+            _ = kernelreg.resolve("gdn", device="cpu").function
+        for _ in range(2):
+            with pytest.raises(kernelreg.NoBackendError, match="broken only ranks higher and cannot be imported"):
+                kernelreg.resolve("gdn", device="cpu")
+    assert kernelreg.resolve("gdn", device="cpu").backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +221,14 @@ def test_a_better_kernel_that_is_installed_but_unusable_is_warned_of_once(
     (line,) = [record.message for record in caplog.records]
     assert "flash_qla sm90 is installed and ranks higher" in line
     assert "fix: pip install nvidia-cuda-nvcc" in line
+
+
+def test_a_backend_is_warned_of_by_its_best_row_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="kernelreg"):
+        assert decided(machine("h200", packages={"flash-qla": None}), features={"backward"}).backend == "torch"
+    (line,) = [record.message for record in caplog.records]
+    assert "fla triton is installed" in line
+    assert 'fix: pip install "triton>=3.7.1"' in line
 
 
 def test_what_no_repair_would_make_run_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,6 +41,11 @@ def test_a_forced_backend_that_cannot_run_is_an_error_with_its_reasons(
     assert caught.value.resolution.backend is None
 
 
+def test_a_forced_backends_own_reasons_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELREG_BACKEND", "torch")
+    assert decided(machine("h200", torch="2.1.0")).candidates[0].backend == "torch"
+
+
 def test_a_wish_is_granted_where_it_can_be_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELREG_PREFER", "torch,fla")
     assert decided(H200).backend == "torch"
@@ -171,8 +176,12 @@ def test_an_unknown_variable_is_a_warning_with_the_nearest_name(
     ],
 )
 def test_use_refuses_wrong_words_at_once(words: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"use\(\)"):
+    with pytest.raises(ConfigurationError, match=r"use\(\w+="):
         kernelreg.use(**words)
+
+
+def test_a_path_of_a_facts_file_is_as_good_as_facts(facts_folder: Any) -> None:
+    assert kernelreg.resolve("gdn", facts=facts_folder / "h200.json") == decided(H200)
 
 
 def test_a_facts_file_may_stand_for_this_machine(monkeypatch: pytest.MonkeyPatch, facts_folder: Any) -> None:

@@ -272,3 +272,19 @@ def test_register_does_not_change_what_it_was_given() -> None:
     kernelreg.register(given)()
     assert given == machines.descriptor("acme", requires={"packages": {"triton": ">=3"}})
     assert make_descriptor(given).requires.packages != given["requires"]["packages"]
+
+
+def test_a_backend_that_is_left_out_is_said_once_and_where_its_name_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"acme/__init__.py": "", "acme/backend.toml": "schema = 2\n"}
+    install(tmp_path, "acme-gdn", entry_points={"acme": "acme"}, files=files)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("KERNELREG_PLUGINS", "on")  # another value: what was found before is looked for anew
+    with caplog.at_level("WARNING", logger="kernelreg"):
+        machines.decided(machines.machine("h200"))
+        machines.decided(machines.machine("h200"))
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("backend left out: acme-gdn: acme = acme")
+    with pytest.raises(kernelreg.ConfigurationError, match=r"left out: acme-gdn: acme = acme"):
+        kernelreg.use(backend="acme")

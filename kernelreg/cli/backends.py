@@ -97,7 +97,7 @@ def _show(
         for kernel in descriptor.kernel:
             candidate = verdicts[backend.name, kernel.operation, kernel.name]
             verdict = "can run" if candidate.accepted else str(candidate.reasons[0])
-            validated = ", ".join(kernel.validated_on) or "upstream's claim"
+            validated = ", ".join(kernel.validated_on) or "not validated"
             table.add_row(kernel.operation, kernel.name, _needs(backend, kernel), validated, verdict)
         out.print(table)
     for problem in problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,10 @@ def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], t
     for decision in decisions:
         unmet += _unmet(decision, policy, registry, required)
     noticed = [Problem(source="environment", error=text) for text in warnings]
+    if os.environ.get("KERNELREG_FACTS"):
+        noticed.append(
+            Problem(source="KERNELREG_FACTS", error=f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
+        )
     if not registry.backends:
         noticed.append(Problem(source="registry", error="no backend is installed; fix: pip install kernelreg"))
     return Report(
@@ -147,12 +152,16 @@ def show(report: Report, out: Console) -> None:
         out.print(title, style="bold")
         _show_device([each for each in report.decisions if each.device == device.torch_name], out)
     _show_list(out, "Overrides", _overrides(report.policy), "cyan")
-    _show_list(out, "Noticed", [f"{each.source}: {each.error}" for each in report.problems], "yellow")
+    _show_list(out, "Noticed", _noticed(report), "yellow")
     out.print()
     if report.ok:
-        out.print("All operations have a usable backend on every device.", style="green")
+        out.print("All operations have a usable backend on every device. Adapters were not imported.", style="green")
     else:
         _show_list(out, "Not met", list(report.unmet), "red", gap=False)
+
+
+def _noticed(report: Report) -> list[str]:
+    return [f"{each.source}: {each.error}" for each in report.problems if each.error not in report.unmet]
 
 
 def _machine(facts: Facts) -> list[tuple[str, str]]:

@@ -24,6 +24,8 @@ def check_arguments(
     Raises:
         CallError: names the argument, what it is and what the contract says.
     """
+    for name, value in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _require_tensor(name, value)
     if q.dim() != 4:
         raise _shape("q", q, "[B, T, H, K]")
     if k.shape != q.shape:
@@ -93,6 +95,11 @@ def activate_gates(
     elif allow_neg_eigval:
         raise CallError("allow_neg_eigval=True without use_beta_sigmoid_in_kernel=True; double beta yourself")
     return g, beta
+
+
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise CallError(f"{name} is a {type(value).__name__}; accepted: a tensor")
 
 
 def _shape(name: str, tensor: Tensor, wanted: str) -> CallError:

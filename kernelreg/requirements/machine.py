@@ -125,7 +125,10 @@ def _torch_reasons(requires: Requires, facts: Facts, device: Device | None) -> l
                 subject="torch",
                 required=f"{label} build" + (f" {span}" if span else ""),
                 actual=here,
-                fix=f"pip install --force-reinstall torch  # a {label} build",
+                # Without such a card there is nothing that another build would make run.
+                fix=f"pip install --force-reinstall torch  # a {label} build"
+                if any(each.type in needed for each in facts.devices)
+                else None,
                 url=requires.source.get("cuda") or requires.source.get("device"),
             )
         )
