@@ -92,7 +92,7 @@ def facts() -> Facts:
 
 
 def refresh() -> None:
-    """Forget what was detected, which adapters failed to import, and the environment; all is read anew."""
+    """Forget facts, plugins, which adapters failed to import, and the environment; all is read anew."""
     session.refresh()
 
 

@@ -65,6 +65,7 @@ class Session:
     def registry(self) -> Registry:
         """The backends of this process."""
         with self._lock:
+            self._notice_environment()
             if self._registry is None:
                 if self._discovered is None:
                     self._discovered = discover(plugins=self._plugins_wanted())
@@ -120,12 +121,12 @@ class Session:
     # -- what changes it -------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Forget facts, backends' import failures and the environment; all is read anew when next asked for."""
+        """Forget facts, backends, their import failures and the environment; all is read anew when next asked for."""
         with self._lock:
-            self._facts = self._policy = None
             self._seen = {}
             self.ruled_out = {}
-            self._changed()
+            self._discovered = None
+            self._changed_backends()
 
     def add(self, backend: Backend) -> Callable[[], None]:
         """Add a backend; gives the function that takes it out again.
