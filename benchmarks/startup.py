@@ -7,10 +7,14 @@ Every command runs in turn, several rounds, in processes of this interpreter; me
 
 from __future__ import annotations
 
+import datetime
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 ROUNDS = 9
 COMMANDS = {
@@ -36,6 +40,11 @@ def main() -> None:
         for name, arguments in COMMANDS.items():
             times[name].append(seconds(arguments))
     middle = {name: statistics.median(each) for name, each in times.items()}
+    packages = ", ".join(f"{name} {version(name)}" for name in ("kernelreg", "torch"))
+    print(f"{datetime.date.today().isoformat()}, python benchmarks/startup.py, {ROUNDS} rounds")
+    print(
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}"
+    )
     for name, each in times.items():
         print(f"{name:42}{middle[name] * 1e3:8.0f} ms  ({min(each) * 1e3:.0f} to {max(each) * 1e3:.0f})")
     more = (middle["import kernelreg"] - middle["bare interpreter"]) * 1e3
