@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernelreg.ops.gdn_sequences import Sequences, read_sequences
 
@@ -43,7 +44,8 @@ def run_clean(
     count = B if sequences is None else len(sequences.edges) - 1
     end = T if sequences is None else sequences.edges[-1]
     if not end or not B:  # no token at all: nothing to launch
-        return torch.zeros_like(v), _carried(initial_state, count, HV, K, V, v, state_v_first, output_final_state)
+        o = pad(v[:, :0], (0, 0, 0, 0, 0, T))  # zeros that autograd can follow
+        return o, _carried(initial_state, count, HV, K, V, v, state_v_first, output_final_state)
     if sequences is None:
         return run(q, k, v, g, beta, None, initial_state)
     filled = sequences.filled

@@ -42,9 +42,8 @@ def main() -> None:
     middle = {name: statistics.median(each) for name, each in times.items()}
     packages = ", ".join(f"{name} {version(name)}" for name in ("kernelreg", "torch"))
     print(f"{datetime.date.today().isoformat()}, python benchmarks/startup.py, {ROUNDS} rounds")
-    print(
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}"
-    )
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    print(f"{machine}, Python {platform.python_version()}, {packages}")
     for name, each in times.items():
         print(f"{name:42}{middle[name] * 1e3:8.0f} ms  ({min(each) * 1e3:.0f} to {max(each) * 1e3:.0f})")
     more = (middle["import kernelreg"] - middle["bare interpreter"]) * 1e3

@@ -71,7 +71,7 @@ def resolve(
         facts = Facts.load(facts)
     if like is None:
         known = session.facts() if facts is None else facts
-        name = session.default_device(known) if device is None else str(device)
+        name = session.default_device(known) if device is None else session.named_device(str(device), known)
         return session.resolve(make_call(operation, name, **options), facts=known, policy=policy)
     said = sorted(name for name, value in options.items() if value is not None)
     if said or device is not None:

@@ -12,8 +12,8 @@ from packaging.version import Version
 
 from kernelreg.versions import parse_range
 
-_CAPABILITY = re.compile(r"^\d{1,3}(\.\d{1,3})?$")
-_OPERAND = re.compile(r"^\d{1,3}\.(\d{1,3}|\*)$")
+_CAPABILITY = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
+_OPERAND = re.compile(r"[0-9]{1,3}\.([0-9]{1,3}|\*)")
 
 
 def parse_capabilities(text: str) -> tuple[SpecifierSet, ...]:
@@ -25,7 +25,7 @@ def parse_capabilities(text: str) -> tuple[SpecifierSet, ...]:
     alternatives = tuple(parse_range(part) for part in text.split("||"))
     for specifiers in alternatives:
         for specifier in specifiers:
-            if not _OPERAND.match(specifier.version):
+            if not _OPERAND.fullmatch(specifier.version):
                 raise ValueError(
                     f"{text!r} compares with {specifier.version!r}, which is no compute capability; "
                     'accepted: "==9.0" (exact), "==10.*" (family), ">=8.0" (range), "||" between alternatives'
@@ -33,8 +33,8 @@ def parse_capabilities(text: str) -> tuple[SpecifierSet, ...]:
     return alternatives
 
 
-def matches_capability(capability: str, text: str) -> bool:
-    """Whether a capability such as ``"9.0"`` fits one of the alternatives in ``text``."""
-    if not _CAPABILITY.match(capability):
-        return False
+def matches_capability(capability: str, text: str) -> bool | None:
+    """Whether a capability such as ``"9.0"`` fits one of the alternatives in ``text``; None when it is none."""
+    if not _CAPABILITY.fullmatch(capability):
+        return None
     return any(specifiers.contains(Version(capability), prereleases=True) for specifiers in parse_capabilities(text))

@@ -57,6 +57,7 @@ _RECURRENT = Dispatcher("gdn.recurrent")
 #: The features that tensors and flags show, in the order in which a key holds them.
 _SHOWN = (
     "varlen",
+    "empty-sequences",
     "initial-state",
     "final-state",
     "qk-l2norm",
@@ -181,10 +182,11 @@ def _run(
     check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
     flags = (output_final_state, use_qk_l2norm_in_kernel, state_v_first)
     shown = _shown(q, k, v, g, beta, initial_state, cu_seqlens, flags, options)
-    key = _key(dispatch, q, v, g, initial_state, cu_seqlens, shown)
+    gate = _gate_dtype(g, options)
+    key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)
     function = dispatch.known.get(key)
     if function is None:
-        function = dispatch.decide(key, _call(dispatch.operation, q, v, g, initial_state, cu_seqlens, shown, options))
+        function = dispatch.decide(key, _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown))
     return function(  # type: ignore[no-any-return]
         q,
         k,
@@ -226,7 +228,15 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
     check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
     flags = (given["output_final_state"], given["use_qk_l2norm_in_kernel"], state_v_first)
     shown = _shown(q, k, v, g, beta, initial_state, cu_seqlens, flags, options)
-    return _call(operation_named(operation).name, q, v, g, initial_state, cu_seqlens, shown, options)
+    gate = _gate_dtype(g, options)
+    return _call(operation_named(operation).name, q, v, gate, initial_state, cu_seqlens, shown)
+
+
+def _gate_dtype(g: Tensor, options: Options) -> torch.dtype:
+    """The dtype of the gate that a kernel gets: raw ones are activated in float32, or float64."""
+    if options and options.get("use_gate_in_kernel") and g.dtype != torch.float64:
+        return torch.float32
+    return g.dtype
 
 
 def _gates(v: Tensor, g: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -248,7 +258,7 @@ def _settle(options: Options, state_v_first: bool) -> bool:
     if options.pop("head_first", False):
         raise CallError("head_first=True; accepted: False, with tensors [B, T, H, …]")
     options.pop("chunk_indices", None)
-    return options.pop("transpose_state_layout", state_v_first)
+    return bool(options.pop("transpose_state_layout", False)) or state_v_first
 
 
 def _shown(
@@ -277,6 +287,7 @@ def _shown(
     )
     return (
         cu_seqlens is not None,
+        cu_seqlens is not None and _may_be_empty(cu_seqlens, options),
         *states,
         bool(normalise),
         bool(state_v_first) and any(states),
@@ -287,11 +298,19 @@ def _shown(
     )
 
 
+def _may_be_empty(cu_seqlens: Tensor, options: Options) -> bool:
+    """Whether a sequence may have no tokens: looked up on the host, assumed of edges that lie on a device alone."""
+    edges = options.get("cu_seqlens_cpu") if cu_seqlens.device.type != "cpu" else cu_seqlens
+    if not isinstance(edges, Tensor) or edges.device.type != "cpu":
+        return True
+    return bool((edges[1:] == edges[:-1]).any())
+
+
 def _key(
     dispatch: Dispatcher,
     q: Tensor,
     v: Tensor,
-    g: Tensor,
+    gate: torch.dtype,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     shown: tuple[bool, ...],
@@ -303,7 +322,7 @@ def _key(
     return (
         q.device,
         q.dtype,
-        g.dtype,
+        gate,
         None if initial_state is None else initial_state.dtype,
         K,
         V,
@@ -320,16 +339,14 @@ def _call(
     operation: str,
     q: Tensor,
     v: Tensor,
-    g: Tensor,
+    gate: torch.dtype,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     shown: tuple[bool, ...],
-    options: Options,
 ) -> Call:
     """The call as a descriptor reads it."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    gate = torch.float32 if options.get("use_gate_in_kernel") else g.dtype  # activation is done in float32
     call = Call(
         operation=operation,
         device=str(q.device),

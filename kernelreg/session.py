@@ -192,19 +192,28 @@ class Session:
         while True:
             registry = self.registry()
             row = registry.find(decision.backend or "", decision.operation, decision.kernel or "")
-            if row is None:
-                resolution = Resolution(decision)
-                raise NoBackendError(resolution.explain(), resolution)
-            try:
-                return decision, load_function(*row)
-            except AdapterError as error:
-                self.rule_out(row[0].name, error.reason)
-                failed, cause = decision, error
-            decision = decide(registry, facts, failed.call, failed.policy, self.ruled_out)
-            resolution = Resolution(decision)
+            cause: AdapterError | None = None
+            if row is not None:
+                try:
+                    return decision, load_function(*row)
+                except AdapterError as error:
+                    self.rule_out(row[0].name, error.reason)
+                    cause = error
+            # The adapter failed, or the backend was taken out since: decide again on what there is now.
+            decision = decide(registry, facts, decision.call, decision.policy, self.ruled_out)
             if decision.backend is None:
+                resolution = Resolution(decision)
                 raise NoBackendError(resolution.explain(), resolution) from cause
             announce(decision, registry, facts)
+
+    def named_device(self, name: str, facts: Facts) -> str:
+        """A device as a person names it: without an index it is the current one, as in torch."""
+        kind, colon, index = name.partition(":")
+        if kind == CPU.torch_name and index in ("", "0"):
+            return CPU.torch_name
+        if colon or kind not in ("cuda", "xpu") or facts is not self._facts:
+            return name
+        return f"{kind}:{current_index(kind)}"
 
     def default_device(self, facts: Facts) -> str:
         """The current accelerator that this torch can use, else ``cpu``."""

@@ -42,6 +42,8 @@ def parse_range(text: str) -> SpecifierSet:
     except InvalidSpecifier as error:
         raise ValueError(f'{error}; accepted: "*" for any, or PEP 440 such as ">=2.8,<3"') from None
     for specifier in specifiers:
+        if parse_version(specifier.version.removesuffix(".*")) is None:  # packaging reads it only when it compares
+            raise ValueError(f"{text[:80]!r} compares with what is no version")
         if specifier.operator == "===":
             raise ValueError(f"{text!r} compares text with '==='; accepted: ==, !=, <=, >=, <, >, ~=")
         if "+" in specifier.version:

@@ -215,3 +215,127 @@ def test_like_refuses_what_the_function_would() -> None:
 def test_a_call_that_nothing_fits_raises_with_every_reason() -> None:
     with kernelreg.use(backend="flash_qla"), pytest.raises(kernelreg.NoBackendError, match="device-type"):
         chunk_gated_delta_rule(**gdn_call())
+
+
+@pytest.fixture
+def narrow(spy: Any) -> Any:
+    """Registers a backend that outranks all others on what it accepts, with the spy's adapter."""
+    undone = []
+
+    def register(**accepts: Any) -> None:
+        preference = [{"speedup": 1e6, "source": "a test"}]
+        plain = ["final-state", "grouped-value-heads", "initial-state", "qk-l2norm", "varlen", "raw-gates"]
+        kernel = {"accepts": {"features": plain, **accepts}, "preference": preference}
+        undone.append(kernelreg.register(descriptor("narrow", adapter="spy_adapter", kernel=kernel)))
+
+    yield register
+    for undo in undone:
+        undo()
+
+
+@pytest.mark.parametrize(
+    ("accepts", "not_fits"),
+    [
+        ({"gate_dtype": ["float32"]}, {"g": torch.bfloat16}),
+        ({"state_dtype": ["float32"]}, {"initial_state": torch.bfloat16}),
+        ({"dtype": ["float32"]}, {"q": torch.float64, "k": torch.float64, "v": torch.float64}),
+    ],
+)
+def test_calls_that_differ_in_a_dtype_are_decided_apart(
+    spy: Any, narrow: Any, accepts: dict[str, Any], not_fits: dict[str, torch.dtype]
+) -> None:
+    narrow(**accepts)
+    call = gdn_call(T=40)
+    chunk_gated_delta_rule(**call)
+    assert len(spy.calls) == 1
+    chunk_gated_delta_rule(**{**call, **{name: call[name].to(dtype) for name, dtype in not_fits.items()}})
+    assert len(spy.calls) == 1
+
+
+def test_raw_gates_are_decided_by_what_they_become(spy: Any, narrow: Any) -> None:
+    narrow(gate_dtype=["float32"])
+    call = gdn_call(T=40)
+    call["g"] = call["g"].bfloat16()
+    chunk_gated_delta_rule(**call, use_gate_in_kernel=True, A_log=torch.zeros(4))  # becomes float32
+    assert len(spy.calls) == 1
+    chunk_gated_delta_rule(**call, use_beta_sigmoid_in_kernel=True)  # g stays bfloat16
+    assert len(spy.calls) == 1
+
+
+def test_empty_sequences_are_seen_where_the_host_can_see_them(spy: Any, narrow: Any) -> None:
+    narrow()
+    chunk_gated_delta_rule(**gdn_call(T=50, edges=[0, 20, 50]))
+    assert len(spy.calls) == 1
+    chunk_gated_delta_rule(**gdn_call(T=50, edges=[0, 20, 20, 50]))
+    assert len(spy.calls) == 1
+
+
+def test_what_else_asks_for_gradients_or_determinism_is_seen() -> None:
+    A_log = torch.zeros(4, requires_grad=True)
+    like = {**gdn_call(), "use_gate_in_kernel": True, "A_log": A_log}
+    assert "backward" in kernelreg.resolve("gdn", like=like).call.features
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in kernelreg.resolve("gdn", like=gdn_call()).call.features
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_edges_changed_behind_torchs_back_and_host_copies_are_read_anew() -> None:
+    call = gdn_call(edges=[0, 64, 300])
+    chunk_gated_delta_rule(**call)
+    call["cu_seqlens"].data[1] = 200  # no version of the tensor tells
+    assert relative(chunk_gated_delta_rule(**call)[0], expected(call)[0]) <= 1e-5
+    copy = torch.tensor([0, 100, 300])
+    o, _ = chunk_gated_delta_rule(**call, cu_seqlens_cpu=copy)
+    assert relative(o, expected({**call, "cu_seqlens": copy})[0]) <= 1e-5
+    assert relative(chunk_gated_delta_rule(**call)[0], expected(call)[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("copy", [torch.tensor([0, 300]), [0, 64, 300], torch.tensor([0.0, 64.0, 300.0])], ids=str)
+def test_a_host_copy_of_another_form_is_named(copy: Any) -> None:
+    with pytest.raises(CallError, match="cu_seqlens_cpu is"):
+        chunk_gated_delta_rule(**gdn_call(edges=[0, 64, 300]), cu_seqlens_cpu=copy)
+
+
+def test_raw_gates_keep_float64_and_the_tail_out_of_gradients() -> None:
+    call = gdn_call(T=100, edges=[0, 30, 80], dtype=torch.float64)
+    A_log, dt_bias = (torch.rand(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    raw: dict[str, Any] = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+    plain = {**call, "g": -A_log.exp() * softplus(call["g"] + dt_bias)}
+    assert relative(chunk_gated_delta_rule(**call, **raw)[0], expected(plain)[0]) <= 1e-10
+    call["g"][:, 80:] = float("nan")
+    o, _ = chunk_gated_delta_rule(**call, **raw)
+    assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(o.sum(), (A_log, dt_bias)))
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_a_call_without_tokens_can_be_followed_by_autograd(function: Any) -> None:
+    call = gdn_call(T=0)
+    call["v"].requires_grad_()
+    o, _ = function(**call)
+    o.sum().backward()
+    assert call["v"].grad is not None
+
+
+def test_libraries_get_clean_sequences_and_callers_the_contracts_answer() -> None:
+    import importlib
+
+    run_clean = importlib.import_module("kernelreg_backends._packed").run_clean
+    torch_adapter = importlib.import_module("kernelreg_backends.torch.adapter")
+    for edges in ([0, 0, 30, 30, 80], [0, 100], [0, 0], [0]):
+        call = gdn_call(T=100, edges=edges, normalised=True)
+
+        def library(q: Any, k: Any, v: Any, g: Any, beta: Any, packed: torch.Tensor, state: Any) -> Any:
+            assert (packed.diff() > 0).all()
+            assert packed[-1] == q.shape[1]
+            assert packed.dtype == torch.int64
+            words = {"cu_seqlens": packed, "initial_state": state, "output_final_state": True}
+            return torch_adapter.chunk_gated_delta_rule(q, k, v, g, beta, **words)
+
+        tensors = [call[name] for name in ("q", "k", "v", "g", "beta")]
+        words = {name: call[name] for name in ("cu_seqlens", "initial_state", "output_final_state")}
+        o, final = run_clean(library, *tensors, cu_seqlens_cpu=None, state_v_first=False, **words)
+        wanted_o, wanted_final = expected(call)
+        assert relative(o, wanted_o) <= 1e-5
+        assert relative(final, wanted_final) <= 1e-5

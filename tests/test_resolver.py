@@ -242,3 +242,20 @@ def test_resolutions_and_errors_travel_between_processes() -> None:
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
     assert again.resolution == caught.value.resolution
+
+
+@pytest.mark.parametrize("capability", [None, "sm_90", "9", "９.０", "9.0\n"])
+def test_a_known_fault_is_not_passed_over_where_the_card_cannot_be_told(capability: str | None) -> None:
+    packages = {"flash-linear-attention": "0.4.1", "fla-core": "0.4.1", "triton": "3.5.0"}
+    facts = machine("h200", packages=packages, device={"compute_capability": capability})
+    assert "known-bad" in codes(decided(facts, features={"backward"}), "fla", "triton-0.4")
+
+
+def test_capture_of_packed_sequences_is_a_feature_of_its_own() -> None:
+    assert "capture-varlen" in make_call("gdn", "cuda:0", features={"capture", "varlen"}).features
+    assert decided(machine("h200"), features={"capture", "varlen"}).backend == "torch"
+
+
+def test_an_absurd_range_is_refused_when_it_is_read() -> None:
+    with pytest.raises(kernelreg.DescriptorError, match="no version"):
+        make_descriptor(descriptor("absurd", requires={"torch": ">=" + "9" * 5000}))

@@ -49,7 +49,6 @@ def _run(
     cu_seqlens_cpu: Tensor | None = None,
     **raw_gates: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    g, beta = activate_gates(g, beta, **raw_gates)
     said: dict[str, Any] = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "output_final_state": output_final_state,
@@ -63,6 +62,7 @@ def _run(
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, edges: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        g, beta = activate_gates(g, beta, **raw_gates)
         if turned and state is not None:
             state = state.mT.contiguous()
         o, final = function(q=q, k=k, v=v, g=g, beta=beta, initial_state=state, cu_seqlens=edges, **said)

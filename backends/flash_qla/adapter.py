@@ -54,7 +54,6 @@ def chunk_gated_delta_rule(
     **raw_gates: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``gdn.chunk``: see :func:`kernelreg.gdn.chunk_gated_delta_rule`."""
-    g, beta = activate_gates(g, beta, **raw_gates)
     major, _ = _capability(q.device)
     K = q.shape[-1]
     factor = K**-0.5 if scale is None else scale
@@ -62,6 +61,7 @@ def chunk_gated_delta_rule(
     def run(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, edges: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        g, beta = activate_gates(g, beta, **raw_gates)
         o, final = flash_qla.chunk_gated_delta_rule(
             q=q,
             k=k,

@@ -63,7 +63,6 @@ def _run_exactly(
     cu_seqlens_cpu: Tensor | None = None,
     **raw_gates: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    g, beta = activate_gates(g, beta, **raw_gates)
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     # Half precision has too few digits for the triangular system; float64 asks for float64 throughout.
@@ -78,7 +77,9 @@ def _run_exactly(
     if cu_seqlens is not None and not capturing:
         edges = read_sequences(cu_seqlens, T, cu_seqlens_cpu).edges
         tokens = edges[-1]  # what lies behind them may be anything, NaN too, and gets neither weight nor gradient
-    flat_q, flat_k, flat_v, flat_g, flat_beta = (x.flatten(0, 1)[:tokens].to(wide) for x in (q, k, v, g, beta))
+    flat_q, flat_k, flat_v = (x.flatten(0, 1)[:tokens].to(wide) for x in (q, k, v))
+    gates = activate_gates(g.flatten(0, 1)[:tokens], beta.flatten(0, 1)[:tokens], **raw_gates)
+    flat_g, flat_beta = (x.to(wide) for x in gates)
     if use_qk_l2norm_in_kernel:
         flat_q, flat_k = _normalised(flat_q), _normalised(flat_k)
     inputs = (flat_q * (K**-0.5 if scale is None else scale), flat_k, flat_v, flat_g, flat_beta, state)

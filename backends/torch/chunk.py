@@ -76,8 +76,8 @@ def ordered_chunk_rule(
 def _scattered(outputs: list[Tensor], index: Tensor, v: Tensor) -> Tensor:
     """Rows back to tokens; every padded place writes to one spare token, which is cut off."""
     tokens, HV, V = v.shape
-    if not outputs:
-        return torch.zeros_like(v)
+    if not outputs:  # no token, and no row of v either
+        return v
     rows = torch.cat(outputs).transpose(1, 2).reshape(-1, HV, V)
     return v.new_zeros(tokens + 1, HV, V).index_copy(0, index.flatten(), rows)[:tokens]
 

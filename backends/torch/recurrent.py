@@ -38,6 +38,6 @@ def recurrent_rule(
     if layout.order is not None:
         final = final.index_select(0, layout.order.argsort())
     if not outputs:
-        return torch.zeros(tokens, HV, V, dtype=v.dtype, device=v.device), final
+        return v, final  # no token, and no row of v either
     o = v.new_zeros(tokens + 1, HV, V).index_copy(0, index, torch.cat(outputs))
     return o[:tokens], final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -16,6 +17,9 @@ OK, NOT_OK, USAGE = 0, 1, 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code: 0 yes, 1 no, 2 wrong usage."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a character shows a question mark for it
     parser = _parser()
     words = parser.parse_args(arguments)
     try:

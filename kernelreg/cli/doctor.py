@@ -94,7 +94,7 @@ def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], t
             Problem(source="KERNELREG_FACTS", error=f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
         )
     if not registry.backends:
-        noticed.append(Problem(source="registry", error="no backend is installed; fix: pip install kernelreg"))
+        noticed.append(Problem(source="registry", error="no backend is installed; fix, in a clone: pip install -e ."))
     return Report(
         ok=not unmet,
         unmet=tuple(dict.fromkeys(unmet)),
@@ -121,9 +121,10 @@ def _unmet(decision: Decision, policy: Policy, registry: Registry, required: lis
         if operation == decision.operation and backend != decision.backend
     ]
     able = {backend.name for backend, _ in registry.kernels(decision.operation)}
-    wish = next((name for name in policy.prefer if name in able), decision.backend)
-    if decision.operation not in policy.backend and wish != decision.backend:
-        unmet.append(f"{where}: {policy.origin['prefer']} wishes for {wish}, but {decision.backend} is chosen")
+    wishes = [name for name in policy.prefer if name in able]
+    if decision.operation not in policy.backend and wishes and decision.backend not in wishes:
+        wished = " or ".join(wishes)
+        unmet.append(f"{where}: {policy.origin['prefer']} wishes for {wished}, but {decision.backend} is chosen")
     return unmet
 
 

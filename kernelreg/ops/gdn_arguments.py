@@ -71,11 +71,11 @@ def activate_gates(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The contract's g and beta from raw ones, in float32 and with their gradients.
+    """The contract's g and beta from raw ones, in float32 (float64 for float64) and with their gradients.
 
     Args:
-        g: ``[B, T, HV]``; with ``use_gate_in_kernel`` the raw input of ``-exp(A_log)·softplus(g + dt_bias)``.
-        beta: ``[B, T, HV]``; with ``use_beta_sigmoid_in_kernel`` the raw input of the sigmoid.
+        g: ``[…, HV]``; with ``use_gate_in_kernel`` the raw input of ``-exp(A_log)·softplus(g + dt_bias)``.
+        beta: ``[…, HV]``; with ``use_beta_sigmoid_in_kernel`` the raw input of the sigmoid.
         A_log, dt_bias: ``[HV]``.
         allow_neg_eigval: beta is twice the sigmoid.
 
@@ -85,12 +85,13 @@ def activate_gates(
     if use_gate_in_kernel:
         if A_log is None:
             raise CallError("use_gate_in_kernel=True without A_log; accepted: A_log [HV], and dt_bias [HV] or None")
-        raw = g.float() if dt_bias is None else g.float() + dt_bias.float()
-        g = -A_log.float().exp() * softplus(raw)
+        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+        raw = g.to(wide) if dt_bias is None else g.to(wide) + dt_bias.to(wide)
+        g = -A_log.to(wide).exp() * softplus(raw)
     elif A_log is not None or dt_bias is not None:
         raise CallError("A_log or dt_bias without use_gate_in_kernel=True, which alone gives them a meaning")
     if use_beta_sigmoid_in_kernel:
-        beta = beta.float().sigmoid()
+        beta = beta.to(torch.float64 if beta.dtype == torch.float64 else torch.float32).sigmoid()
         beta = 2 * beta if allow_neg_eigval else beta
     elif allow_neg_eigval:
         raise CallError("allow_neg_eigval=True without use_beta_sigmoid_in_kernel=True; double beta yourself")

@@ -71,20 +71,36 @@ def read_sequences(cu_seqlens: Tensor, tokens: int, cu_seqlens_cpu: Tensor | Non
     Raises:
         CallError: it does not start at 0, goes back, or ends behind the last token.
     """
+    host = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens if cu_seqlens.device.type == "cpu" else None
     version = None if torch.is_inference(cu_seqlens) else cu_seqlens._version
-    if version is not None:
-        known = _memory.get(cu_seqlens, version)
-        if known is not None and known.edges[-1] <= tokens:
-            return known
-    values = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    edges = tuple(values.tolist())
+    known = None if version is None else _memory.get(cu_seqlens, version)
+    if host is None and known is not None and known.edges[-1] <= tokens:
+        return known
+    if cu_seqlens_cpu is not None:
+        _check_host(cu_seqlens_cpu, cu_seqlens)
+    edges = tuple((cu_seqlens if host is None else host).tolist())  # values on the host cost nothing to read again
+    if known is not None and known.edges == edges and edges[-1] <= tokens:
+        return known
     ordered = all(start <= end for start, end in pairwise(edges))
     if edges[0] != 0 or edges[-1] > tokens or not ordered:
         raise CallError(f"cu_seqlens is {_short(edges)}; accepted: from 0, never back, and not beyond T = {tokens}")
     sequences = Sequences(edges, cu_seqlens)
-    if version is not None:
+    if version is not None and cu_seqlens_cpu is None:
         _memory.put(cu_seqlens, version, sequences)
     return sequences
+
+
+def _check_host(cu_seqlens_cpu: object, cu_seqlens: Tensor) -> None:
+    whole = (torch.int32, torch.int64)
+    if (
+        not isinstance(cu_seqlens_cpu, Tensor)
+        or cu_seqlens_cpu.device.type != "cpu"
+        or cu_seqlens_cpu.dtype not in whole
+    ):
+        raise CallError(f"cu_seqlens_cpu is {cu_seqlens_cpu!r:.80}; accepted: an int32 or int64 tensor on the CPU")
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        wanted = f"cu_seqlens's {list(cu_seqlens.shape)}"
+        raise CallError(f"cu_seqlens_cpu is {list(cu_seqlens_cpu.shape)}; accepted: {wanted}")
 
 
 def _short(edges: tuple[int, ...]) -> str:

@@ -12,8 +12,12 @@ from kernelreg.reasons import Reason, ReasonCode
 from kernelreg.versions import satisfies
 
 
-def holds(when: When, kernel: str, facts: Facts, call: Call) -> bool:
-    """Whether every part that the condition names holds for this kernel, machine and call."""
+def holds(when: When, kernel: str, facts: Facts, call: Call, *, unknown: bool = False) -> bool:
+    """Whether every part that the condition names holds for this kernel, machine and call.
+
+    Args:
+        unknown: the answer where an NVIDIA card's capability cannot be told.
+    """
     device = facts.device(call.device)
     if when.kernels and kernel not in when.kernels:
         return False
@@ -26,8 +30,10 @@ def holds(when: When, kernel: str, facts: Facts, call: Call) -> bool:
     if when.device != "any" and (device is None or device.type != when.device):
         return False
     if when.compute_capability is not None:
-        capability = device.compute_capability if device is not None and device.type == "cuda" else None
-        if capability is None or not matches_capability(capability, when.compute_capability):
+        if device is None or device.type != "cuda":
+            return False
+        fits = matches_capability(device.compute_capability or "", when.compute_capability)
+        if not (unknown if fits is None else fits):
             return False
     return all(
         version is not None and satisfies(version, wanted, by_release=by_release) is True
@@ -36,7 +42,7 @@ def holds(when: When, kernel: str, facts: Facts, call: Call) -> bool:
 
 
 def known_bad_reasons(entries: Iterable[KnownBad], kernel: str, facts: Facts, call: Call) -> list[Reason]:
-    """A reason for each known fault that applies; a slow kernel is not a wrong one and gives none."""
+    """A reason for each known fault that applies, or may; a slow kernel is not a wrong one and gives none."""
     return [
         Reason(
             code=ReasonCode.KNOWN_BAD,
@@ -46,7 +52,7 @@ def known_bad_reasons(entries: Iterable[KnownBad], kernel: str, facts: Facts, ca
             url=entry.url,
         )
         for entry in entries
-        if entry.severity != "slow" and holds(entry.when, kernel, facts, call)
+        if entry.severity != "slow" and holds(entry.when, kernel, facts, call, unknown=True)
     ]
 
 

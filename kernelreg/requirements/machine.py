@@ -56,7 +56,7 @@ def _device_reasons(requires: Requires, facts: Facts, name: str, device: Device 
         return reasons
     # A ROCm device's (9, 5) reads like an NVIDIA capability and is none.
     nvidia = device.type == "cuda"
-    if not (nvidia and device.compute_capability and matches_capability(device.compute_capability, rule)):
+    if not (nvidia and matches_capability(device.compute_capability or "", rule)):
         actual = device.compute_capability or "unknown"
         reasons.append(
             Reason(
@@ -219,7 +219,8 @@ def _tool_reasons(requires: Requires, facts: Facts) -> list[Reason]:
             required = "any version" if wanted == "*" else wanted
             reasons.append(Reason(code=ReasonCode.TOOL_MISSING, subject=name, required=required, fix=fix, url=url))
         elif wanted != "*":
-            reasons += _version_reasons(ReasonCode.TOOL_VERSION, name, tool.version or "", wanted, url, fix)
+            # No fix: an older tool that is found first stays first, whatever is installed beside it.
+            reasons += _version_reasons(ReasonCode.TOOL_VERSION, name, tool.version or "", wanted, url)
     return reasons
 
 
