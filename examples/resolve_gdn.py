@@ -9,6 +9,7 @@ the float64 recurrence.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +25,19 @@ LENGTHS = (100, 28, 60)
 BOUND = 1e-2
 
 
-def error(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
-    assert actual is not None  # both states were asked for
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
+
+
+def run(
+    name: str, operation: str, function: Callable[..., Any], call: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Explain a call and make it; gives its final state, and the errors of output and state."""
+    print(kernelreg.resolve(operation, like=call).explain())
+    o, state = function(**call)
+    words = {word: value for word, value in call.items() if word != "output_final_state"}
+    expected, expected_state = reference_gated_delta_rule(**words)
+    return state, {f"{name} output": error(o, expected), f"{name} state": error(state, expected_state)}
 
 
 def main() -> int:
@@ -48,11 +59,7 @@ def main() -> int:
         "use_qk_l2norm_in_kernel": True,
         "output_final_state": True,
     }
-    print(kernelreg.resolve("gdn", like=prefill).explain())
-    o, state = chunk_gated_delta_rule(**prefill)
-    words = {name: value for name, value in prefill.items() if name != "output_final_state"}
-    expected, expected_state = reference_gated_delta_rule(**words)
-    errors = {"prefill output": error(o, expected), "prefill state": error(state, expected_state)}
+    state, errors = run("prefill", "gdn", chunk_gated_delta_rule, prefill)
 
     N = len(LENGTHS)
     decode: dict[str, Any] = {
@@ -65,11 +72,7 @@ def main() -> int:
         "use_qk_l2norm_in_kernel": True,
         "output_final_state": True,
     }
-    print(kernelreg.resolve("gdn.recurrent", like=decode).explain())
-    o, state = fused_recurrent_gated_delta_rule(**decode)
-    words = {name: value for name, value in decode.items() if name != "output_final_state"}
-    expected, expected_state = reference_gated_delta_rule(**words)
-    errors |= {"decode output": error(o, expected), "decode state": error(state, expected_state)}
+    errors |= run("decode", "gdn.recurrent", fused_recurrent_gated_delta_rule, decode)[1]
 
     print("error against the float64 recurrence:")
     for name, value in errors.items():

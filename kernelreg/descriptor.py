@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from kernelreg.call import DTYPES
 from kernelreg.capability import parse_capabilities
 from kernelreg.decoding import decode_toml, explain, read_bytes
 from kernelreg.errors import ConfigurationError, DescriptorError, unknown_name
@@ -328,7 +327,6 @@ def make_descriptor(data: dict[str, Any]) -> Descriptor:
 
 
 __all__ = [
-    "DTYPES",
     "Accepts",
     "Descriptor",
     "Kernel",

@@ -50,25 +50,6 @@ class ReasonCode(str, Enum):
 
 _ORDER = {code: place for place, code in enumerate(ReasonCode)}
 
-CALL_CODES = frozenset(
-    {
-        ReasonCode.DTYPE,
-        ReasonCode.HEAD_DIM,
-        ReasonCode.HEADS,
-        ReasonCode.FEATURE,
-        ReasonCode.LAYOUT,
-        ReasonCode.SHAPE,
-    }
-)
-POLICY_CODES = frozenset(
-    {
-        ReasonCode.DISABLED,
-        ReasonCode.NOT_SELECTED,
-        ReasonCode.LOCKED,
-        ReasonCode.QUARANTINED,
-        ReasonCode.OUTRANKED,
-    }
-)
 #: Reasons that no package, build or setting on this machine can change.
 HARDWARE_CODES = frozenset(
     {

@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 Call = dict[str, Any]
 
 #: Bounds on ‖out − ref‖ / ‖ref‖ by dtype. Half precision: a few roundings of 2^-9 (bfloat16) and 2^-11 (float16)
-#: through the chunk's matrix products. float32: what plain PyTorch must keep (issue of this project), and 10 times
+#: through the chunk's matrix products. float32: what plain PyTorch must keep, and 10 times
 #: what TF32 products give for kernels that use them. float64: the same with its epsilon.
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-10}
 
