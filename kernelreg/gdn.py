@@ -63,6 +63,8 @@ _SHOWN = (
     "qk-l2norm",
     "state-v-first",
     "raw-gates",
+    "state-pool",
+    "multi-token",
     "backward",
     "deterministic",
     "capture",
@@ -108,21 +110,12 @@ def chunk_gated_delta_rule(
         CallError: arguments that break this contract.
         NoBackendError: no kernel fits; the message says why for each.
     """
-    return _run(
-        _CHUNK,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-        state_v_first,
-        options,
-    )
+    words: dict[str, Any] = {
+        "scale": scale,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+    }
+    return _run(_CHUNK, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, None, None, words, options)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -137,14 +130,38 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
+    *,
+    state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule token by token, for decode, by the best kernel for this very call.
 
     Arguments, results and errors are :func:`chunk_gated_delta_rule`'s, except that g may be None (no decay) and
-    beta may be None (ones).
+    beta may be None (ones), and that the states may lie in a pool that is updated in place:
+
+    Args:
+        initial_state: with ``state_indices`` the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``)
+            of any floating dtype. It may be a view with strides of its own.
+        state_indices: ``[N]`` int32 or int64: the slot that each sequence starts from and leaves its state in. −1 is
+            padding: no slot changes, the output is zero. Or ``[N, S]``, S at least the tokens of a sequence: the
+            state after token t goes to slot ``[n, t]`` (−1 keeps none), so that a verification of draft tokens can
+            be cut short afterwards. No two entries but −1 may name one slot. On a GPU, whose values are not waited
+            for, any other number that is no slot is padding too.
+        num_accepted_tokens: ``[N]``, with ``[N, S]``: how many of the tokens of the call before were accepted, so
+            that a sequence starts from slot ``[n, num_accepted_tokens[n] − 1]``; 1 for each when None.
+
+    Returns:
+        ``o [B, T, HV, V]``, and with a pool the pool itself where ``output_final_state`` asks for it, else None.
     """
     g, beta = _gates(v, g, beta)
+    words: dict[str, Any] = {
+        "scale": scale,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+    }
+    if state_indices is not None or num_accepted_tokens is not None:
+        words |= {"state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens}
     return _run(
         _RECURRENT,
         q,
@@ -152,12 +169,12 @@ def fused_recurrent_gated_delta_rule(
         v,
         g,
         beta,
-        scale,
         initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
         cu_seqlens,
         state_v_first,
+        state_indices,
+        num_accepted_tokens,
+        words,
         options,
     )
 
@@ -169,19 +186,19 @@ def _run(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    scale: float | None,
     initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
     cu_seqlens: Tensor | None,
     state_v_first: bool,
+    state_indices: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+    words: dict[str, Any],
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
     if options:
         state_v_first = _settle(options, state_v_first)
-    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
-    flags = (output_final_state, use_qk_l2norm_in_kernel, state_v_first)
-    shown = _shown(q, k, v, g, beta, initial_state, cu_seqlens, flags, options)
+    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, num_accepted_tokens)
+    flags = (words["output_final_state"], words["use_qk_l2norm_in_kernel"], state_v_first)
+    shown = _shown(dispatch.operation, q, k, v, g, beta, initial_state, cu_seqlens, state_indices, flags, options)
     gate = _gate_dtype(g, options)
     key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)
     function = dispatch.known.get(key)
@@ -193,12 +210,10 @@ def _run(
         v,
         g,
         beta,
-        scale=scale,
         initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         state_v_first=state_v_first,
+        **words,
         **options,
     )
 
@@ -224,12 +239,13 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
     options: Options = given["options"]
     state_v_first = _settle(options, given["state_v_first"])
     q, k, v, initial_state, cu_seqlens = (given[name] for name in ("q", "k", "v", "initial_state", "cu_seqlens"))
+    state_indices, accepted = given.get("state_indices"), given.get("num_accepted_tokens")
     g, beta = _gates(v, given["g"], given["beta"])
-    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first)
+    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, accepted)
     flags = (given["output_final_state"], given["use_qk_l2norm_in_kernel"], state_v_first)
-    shown = _shown(q, k, v, g, beta, initial_state, cu_seqlens, flags, options)
-    gate = _gate_dtype(g, options)
-    return _call(operation_named(operation).name, q, v, gate, initial_state, cu_seqlens, shown)
+    name = operation_named(operation).name
+    shown = _shown(name, q, k, v, g, beta, initial_state, cu_seqlens, state_indices, flags, options)
+    return _call(name, q, v, _gate_dtype(g, options), initial_state, cu_seqlens, shown)
 
 
 def _gate_dtype(g: Tensor, options: Options) -> torch.dtype:
@@ -262,6 +278,7 @@ def _settle(options: Options, state_v_first: bool) -> bool:
 
 
 def _shown(
+    operation: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -269,12 +286,16 @@ def _shown(
     beta: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    state_indices: Tensor | None,
     flags: tuple[bool, bool, bool],
     options: Options,
 ) -> tuple[bool, ...]:
     """Which features of ``_SHOWN`` the call uses."""
     output_final_state, normalise, state_v_first = flags
     states = (initial_state is not None, bool(output_final_state))
+    pool = state_indices is not None
+    sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    several = q.shape[1] > sequences or (state_indices is not None and state_indices.dim() == 2)
     raw = bool(options) and bool(options.get("use_gate_in_kernel") or options.get("use_beta_sigmoid_in_kernel"))
     backward = torch.is_grad_enabled() and (
         q.requires_grad
@@ -285,6 +306,8 @@ def _shown(
         or (initial_state is not None and initial_state.requires_grad)
         or any(isinstance(each, Tensor) and each.requires_grad for each in options.values())
     )
+    if pool and backward:
+        raise CallError("state_indices updates a pool in place, which has no gradient; accepted: under torch.no_grad()")
     return (
         cu_seqlens is not None,
         cu_seqlens is not None and _may_be_empty(cu_seqlens, options),
@@ -292,6 +315,8 @@ def _shown(
         bool(normalise),
         bool(state_v_first) and any(states),
         raw,
+        pool,
+        several and operation == _RECURRENT.operation,
         backward,
         torch.are_deterministic_algorithms_enabled(),
         q.is_cuda and torch.cuda.is_current_stream_capturing(),

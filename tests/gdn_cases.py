@@ -70,6 +70,37 @@ def gdn_call(
     return call
 
 
+def pool_call(
+    lengths: Sequence[int],
+    slots: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    accepted: Sequence[int] | None = None,
+    pool: int = 8,
+    packed: bool = True,
+    pool_dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Call:
+    """A decode call on a pool. ``lengths`` are the sequences' tokens: all alike where they are not ``packed``."""
+    if packed:
+        edges = [0]
+        for length in lengths:
+            edges.append(edges[-1] + length)
+        call = gdn_call(T=edges[-1] + options.pop("behind", 0), edges=edges, **options)
+    else:
+        call = gdn_call(B=len(lengths), T=lengths[0], **options)
+    device, (HV, V), K = call["q"].device, call["v"].shape[2:], call["q"].shape[-1]
+    generator = torch.Generator().manual_seed(options.get("seed", 0) + 1)
+    states = 0.3 * torch.randn(pool, HV, K, V, generator=generator, dtype=torch.float64)
+    call |= {
+        "initial_state": states.to(device, pool_dtype),
+        "state_indices": torch.tensor(slots, dtype=torch.int64, device=device),
+    }
+    call["state_indices"] = call["state_indices"].view(len(lengths), *call["state_indices"].shape[1:])
+    if accepted is not None:
+        call["num_accepted_tokens"] = torch.tensor(accepted, dtype=torch.int64, device=device)
+    return call | {"output_final_state": False}
+
+
 def expected(call: Call) -> tuple[Tensor, Tensor]:
     """Output and final state of the float64 recurrence."""
     return reference_gated_delta_rule(**{name: value for name, value in call.items() if name != "output_final_state"})

@@ -1,7 +1,8 @@
 """flash-linear-attention under the GDN contract, from 0.3.2 on.
 
 Bridged here, with their cost: empty sequences, T = 0 and tokens behind the last sequence (a host read of
-``cu_seqlens`` per batch), ``[V, K]`` states before 0.4.2 (a transposed copy), raw gates (one elementwise pass).
+``cu_seqlens`` per batch), ``[V, K]`` states before 0.4.2 (a transposed copy), raw gates (one elementwise pass), pools
+of states (a copy each way; with a slot for every token one launch per token).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from kernelreg.ops.gdn_arguments import activate_gates
 
 from .._packed import run_clean
+from .._pool import on_pool
 from .library import CHUNK_WORDS, RECURRENT_WORDS, chunk, recurrent
 
 
@@ -28,6 +30,8 @@ def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """``gdn.recurrent``: see :func:`kernelreg.gdn.fused_recurrent_gated_delta_rule`."""
+    if "state_indices" in options:
+        return on_pool(fused_recurrent_gated_delta_rule, q, k, v, g, beta, **options)
     return _run(recurrent, RECURRENT_WORDS, q, k, v, g, beta, **options)
 
 

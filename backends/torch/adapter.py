@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from kernelreg.ops.gdn_arguments import activate_gates
 from kernelreg.ops.gdn_sequences import read_sequences
 
+from .._pool import on_pool
 from .chunk import CHUNK, chunk_rule, ordered_chunk_rule
 from .layout import Layout, equal_layout, ordered_layout, packed_layout
 from .recurrent import recurrent_rule
@@ -34,6 +35,8 @@ def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """``gdn.recurrent``: see :func:`kernelreg.gdn.fused_recurrent_gated_delta_rule`."""
+    if "state_indices" in options:
+        return on_pool(fused_recurrent_gated_delta_rule, q, k, v, g, beta, **options)
     return _run(recurrent_rule, 1, q, k, v, g, beta, **options)
 
 

@@ -8,6 +8,8 @@ from torch.nn.functional import softplus
 
 from kernelreg.errors import CallError
 
+_WHOLE = (torch.int32, torch.int64)
+
 
 def check_arguments(
     q: Tensor,
@@ -18,6 +20,8 @@ def check_arguments(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     state_v_first: bool,
+    state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
 ) -> None:
     """Refuse what no backend could mean, before any kernel reads beyond a tensor.
 
@@ -41,24 +45,64 @@ def check_arguments(
             raise _shape(name, gate, f"[{B}, {T}, {HV}]")
     sequences = B
     if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or not cu_seqlens.numel() or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        if cu_seqlens.dim() != 1 or not cu_seqlens.numel() or cu_seqlens.dtype not in _WHOLE:
             raise CallError(
                 f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; accepted: int32 or int64, [N+1]"
             )
         if B != 1:
             raise _shape("q", q, "[1, T, H, K] with cu_seqlens: the sequences are packed in one row")
         sequences = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        wanted = (sequences, HV, V, K) if state_v_first else (sequences, HV, K, V)
-        if initial_state.shape != wanted:
-            order = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
-            raise _shape("initial_state", initial_state, f"{order} = {list(wanted)}")
     if not q.dtype == k.dtype == v.dtype:
         raise CallError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; accepted: one dtype for the three")
     named = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    named |= {"state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens}
     for name, tensor in named.items():
         if tensor is not None and tensor.device != q.device:
             raise CallError(f"{name} is on {tensor.device}; accepted: q's device, {q.device}")
+    state = (HV, V, K) if state_v_first else (HV, K, V)
+    if state_indices is not None:
+        length = T if cu_seqlens is None else 0
+        _check_pool(initial_state, state_indices, num_accepted_tokens, sequences, state, length)
+    elif num_accepted_tokens is not None:
+        raise CallError("num_accepted_tokens without state_indices, whose slots it counts")
+    elif initial_state is not None and initial_state.shape != (sequences, *state):
+        order = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
+        raise _shape("initial_state", initial_state, f"{order} = {[sequences, *state]}")
+
+
+def _check_pool(
+    pool: Tensor | None,
+    slots: Tensor,
+    accepted: Tensor | None,
+    sequences: int,
+    state: tuple[int, ...],
+    length: int,
+) -> None:
+    """The rules of a state pool. What lies on the CPU is looked up too; a device is not waited for."""
+    if pool is None:
+        raise CallError("state_indices without initial_state, the pool that they point into")
+    if pool.dim() != 4 or pool.shape[1:] != state:
+        raise _shape("initial_state", pool, f"with state_indices a pool [P, {', '.join(map(str, state))}]")
+    if slots.dtype not in _WHOLE or slots.dim() not in (1, 2) or slots.shape[0] != sequences:
+        form = f"int32 or int64, [N] or [N, S] with N = {sequences}"
+        raise CallError(f"state_indices is {slots.dtype} {list(slots.shape)}; accepted: {form}")
+    if slots.dim() == 2 and slots.shape[1] < max(length, 1):
+        raise _shape(
+            "state_indices", slots, f"[{sequences}, S], a slot for each of a sequence's {max(length, 1)} tokens"
+        )
+    if accepted is not None and (slots.dim() != 2 or accepted.dtype not in _WHOLE or accepted.shape != (sequences,)):
+        form = f"int32 or int64 [{sequences}], with state_indices [{sequences}, S]"
+        raise CallError(f"num_accepted_tokens is {accepted.dtype} {list(accepted.shape)}; accepted: {form}")
+    if slots.device.type != "cpu":
+        return
+    strange = slots[(slots < -1) | (slots >= len(pool))]
+    if strange.numel():
+        raise CallError(f"state_indices has {int(strange[0])}; accepted: -1 for none, and 0 to {len(pool) - 1}")
+    used = slots[slots >= 0].tolist()
+    if len(set(used)) < len(used):
+        raise CallError("state_indices has a slot twice; accepted: one writer for each slot")
+    if accepted is not None and len(accepted) and not 1 <= int(accepted.min()) <= int(accepted.max()) <= slots.shape[1]:
+        raise CallError(f"num_accepted_tokens is {accepted.tolist()}; accepted: 1 to {slots.shape[1]}")
 
 
 def activate_gates(

@@ -1,0 +1,159 @@
+"""Decode from a pool of states: the torch backend, and the bridge that kernels without pools share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernelreg
+from kernelreg import CallError
+from kernelreg.gdn import fused_recurrent_gated_delta_rule
+from tests.gdn_cases import Call, expected, pool_call, relative
+
+
+def check(call: Call) -> None:
+    """Outputs and the whole pool against the reference; slots that no sequence writes keep every bit."""
+    before = call["initial_state"].clone()
+    wanted_o, wanted_pool = expected(call)
+    o, final = fused_recurrent_gated_delta_rule(**call)
+    pool = call["initial_state"]
+    assert final is (pool if call["output_final_state"] else None)
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[pool.dtype]
+    assert relative(o, wanted_o) <= rounding
+    assert relative(pool, wanted_pool) <= rounding
+    written = (wanted_pool != before.double()).flatten(1).any(1)
+    assert torch.equal(pool[~written], before[~written])
+    silent = ~wanted_o.flatten(2).any(-1)
+    assert not o[silent].any()
+
+
+@st.composite
+def pooled(draw: st.DrawFn) -> Call:
+    count = draw(st.integers(0, 4))
+    packed = draw(st.booleans())
+    lengths = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    if not packed:
+        lengths = [draw(st.integers(0, 3))] * max(count, 1)
+    order = draw(st.permutations(range(24)))
+    missing = st.sampled_from([False, False, True])
+    several = draw(st.booleans())
+    if several:
+        slots: Any = [[-1 if draw(missing) else order[4 * n + s] for s in range(4)] for n in range(len(lengths))]
+    else:
+        slots = [-1 if draw(missing) else order[n] for n in range(len(lengths))]
+    accepted = [draw(st.integers(1, 4)) for _ in lengths] if several and draw(st.booleans()) else None
+    call = pool_call(
+        lengths,
+        slots,
+        accepted=accepted,
+        pool=24,
+        packed=packed,
+        pool_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        K=8,
+        V=6,
+        seed=draw(st.integers(0, 99)),
+        **({"behind": draw(st.integers(0, 2))} if packed else {}),
+    )
+    if several and not len(lengths):
+        call["state_indices"] = call["state_indices"].view(0, 1).expand(0, 4)
+    if draw(st.booleans()):
+        call |= {"initial_state": call["initial_state"].mT.contiguous(), "state_v_first": True}
+    if draw(st.booleans()):
+        call["state_indices"] = call["state_indices"].int()
+    return call
+
+
+@settings(max_examples=150, deadline=None)
+@given(call=pooled())
+def test_any_pool(call: Call) -> None:
+    check(call)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_thousand_steps_on_64_slots(pool_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.zeros(64, 4, 8, 6, dtype=pool_dtype)
+    exact = pool.double()
+    for step in range(1000):
+        slots = torch.randperm(64, generator=generator)[:8]
+        slots[torch.rand(8, generator=generator) < 0.2] = -1
+        call = pool_call([1] * 8, slots.tolist(), packed=False, K=8, V=6, seed=step)
+        wanted_o, after = expected({**call, "initial_state": exact})
+        before = pool.clone()
+        o, _ = fused_recurrent_gated_delta_rule(**{**call, "initial_state": pool})
+        others = torch.ones(64, dtype=torch.bool)
+        others[slots[slots >= 0]] = False
+        assert torch.equal(pool[others], before[others])
+        assert not o[slots < 0].any()
+        assert relative(o, wanted_o) <= (1e-5 if pool_dtype == torch.float32 else 1e-2)
+        # The recurrence forgets, so roundings of the pool do not add up.
+        assert relative(pool, after) <= (1e-5 if pool_dtype == torch.float32 else 1e-2)
+        exact = after
+
+
+def test_a_verification_can_be_cut_short() -> None:
+    """Three draft tokens, of which the next call accepts two: it goes on from the state after the second."""
+    first = pool_call([3, 3], [[0, 1, 2], [3, 4, 5]], packed=False)
+    fused_recurrent_gated_delta_rule(**first)
+    pool = first["initial_state"]
+    after_two = pool[[1, 4]].clone()
+    second = pool_call([3, 3], [[0, 1, 2], [3, 4, 5]], packed=False, accepted=[2, 2], seed=5)
+    plain = {**second, "initial_state": after_two}
+    for name in ("state_indices", "num_accepted_tokens"):
+        del plain[name]
+    o, _ = fused_recurrent_gated_delta_rule(**{**second, "initial_state": pool})
+    assert relative(o, expected(plain)[0]) <= 1e-5
+
+
+def test_a_pool_may_be_a_strided_view() -> None:
+    whole = torch.zeros(8, 2, 4, 32, 48)
+    call = pool_call([1, 1], [6, -1], packed=False)
+    call["initial_state"] = whole[:, 1].copy_(call["initial_state"])
+    check(call)
+    assert not whole[:, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"initial_state": None}, "state_indices without initial_state"),
+        ({"initial_state": torch.zeros(8, 4, 48, 32)}, r"a pool \[P, 4, 32, 48\]"),
+        ({"state_indices": torch.tensor([0])}, r"\[N\] or \[N, S\] with N = 2"),
+        ({"state_indices": torch.tensor([0.0, 1.0])}, "int32 or int64"),
+        ({"state_indices": torch.tensor([0, 8])}, "has 8; accepted: -1 for none, and 0 to 7"),
+        ({"state_indices": torch.tensor([0, -2])}, "has -2"),
+        ({"state_indices": torch.tensor([3, 3])}, "a slot twice"),
+        ({"state_indices": torch.tensor([3, 4], device="meta")}, "state_indices is on meta"),
+        ({"state_indices": torch.tensor([[3], [4]])}, "a slot for each of a sequence's 2 tokens"),
+        ({"num_accepted_tokens": torch.tensor([1, 1])}, r"with state_indices \[2, S\]"),
+        (
+            {"state_indices": torch.tensor([[0, 1], [2, 3]]), "num_accepted_tokens": torch.tensor([0, 1])},
+            r"is \[0, 1\]; accepted: 1 to 2",
+        ),
+        ({"state_indices": None, "num_accepted_tokens": torch.tensor([1, 1])}, "without state_indices"),
+    ],
+)
+def test_wrong_pools_are_named(change: dict[str, Any], told: str) -> None:
+    call = pool_call([2, 2], [3, 4], packed=False)
+    with pytest.raises(CallError, match=told):
+        fused_recurrent_gated_delta_rule(**{**call, **change})
+
+
+def test_a_pool_has_no_gradient() -> None:
+    call = pool_call([1, 1], [3, 4], packed=False)
+    call["q"].requires_grad_()
+    with pytest.raises(CallError, match="no gradient"):
+        fused_recurrent_gated_delta_rule(**call)
+    with torch.no_grad():
+        check(call)
+
+
+def test_the_features_that_a_pool_shows() -> None:
+    plain = pool_call([1, 1], [3, 4], packed=False)
+    several = pool_call([2, 2], [[3, 4], [5, 6]], packed=False)
+    shown = [kernelreg.resolve("gdn.recurrent", like=each).call.features for each in (plain, several)]
+    assert [{"state-pool", "multi-token"} & each for each in shown] == [{"state-pool"}, {"state-pool", "multi-token"}]
