@@ -12,10 +12,6 @@ import kernelreg
 from kernelreg import announce
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--evidence", metavar="FILE", help="write what the GPU tests measured to this file")
-
-
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("KERNELREG_")]:

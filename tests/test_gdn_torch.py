@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 import kernelreg
 from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from tests.gdn_cases import BOUNDS, Call, expected, gdn_call, leaves, relative
+from tests.gdn_cases import EXACT, Call, expected, gdn_call, leaves, relative
 
 FUNCTIONS = [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule]
 both = pytest.mark.parametrize("function", FUNCTIONS)
-#: Not the bounds of half precision alone: what is exact here is rounded once, on the way out.
-OUT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def check(function: Any, call: Call) -> None:
-    bound = OUT[call["q"].dtype]
+    bound = EXACT[call["q"].dtype]
     o, final = function(**call)
     wanted_o, wanted_final = expected(call)
     assert o.dtype == call["q"].dtype
@@ -32,7 +30,7 @@ def check(function: Any, call: Call) -> None:
 
 
 @both
-@pytest.mark.parametrize("dtype", list(BOUNDS))
+@pytest.mark.parametrize("dtype", list(EXACT))
 @pytest.mark.parametrize("edges", [None, [0, 64, 64, 130, 131, 300]], ids=["dense", "packed"])
 def test_outputs_and_states(function: Any, dtype: torch.dtype, edges: list[int] | None) -> None:
     check(function, gdn_call(dtype=dtype, edges=edges))
@@ -105,7 +103,7 @@ def test_all_gradients(function: Any, dtype: torch.dtype, edges: list[int] | Non
     loss = (wanted_o * weights[0]).sum() + (wanted_final * weights[1]).sum()
     wanted = torch.autograd.grad(loss, [exact[name] for name in tensors])
     for name, grad, reference in zip(tensors, grads, wanted, strict=True):
-        assert relative(grad, reference) <= BOUNDS[dtype], name
+        assert relative(grad, reference) <= EXACT[dtype], name
 
 
 def test_gradcheck() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kernelreg.errors import ConfigurationError, unknown_name
+from kernelreg.ops.tolerances import GDN_TOLERANCES, Tolerance
 from kernelreg.reasons import Reason, ReasonCode
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Operation(msgspec.Struct, frozen=True):
         function: the name of its function in ``kernelreg.gdn``.
         summary: what it is for, in a few words.
         features: the names that a call or a descriptor may use.
+        tolerances: by dtype of q, k and v, how far a kernel may be from the reference.
         aliases: other names a person may use for it.
     """
 
@@ -47,6 +49,7 @@ class Operation(msgspec.Struct, frozen=True):
     function: str
     summary: str
     features: frozenset[str]
+    tolerances: dict[str, Tolerance]
     aliases: tuple[str, ...] = ()
 
     def normalise(self, call: Call) -> Call:
@@ -83,6 +86,7 @@ _OPERATIONS = (
         function="chunk_gated_delta_rule",
         summary="Gated Delta Net, chunkwise: prefill and training",
         features=_FEATURES,
+        tolerances=GDN_TOLERANCES,
         aliases=("gdn",),
     ),
     Operation(
@@ -90,6 +94,7 @@ _OPERATIONS = (
         function="fused_recurrent_gated_delta_rule",
         summary="Gated Delta Net, token by token: decode",
         features=_FEATURES,
+        tolerances=GDN_TOLERANCES,
     ),
 )
 _BY_NAME = {name: each for each in _OPERATIONS for name in (each.name, *each.aliases)}

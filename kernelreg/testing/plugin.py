@@ -1,0 +1,118 @@
+"""The pytest plugin: which cases run on which backends, and what they measured as an evidence file."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import kernelreg
+
+if TYPE_CHECKING:
+    from kernelreg.verify.cases import Case
+
+Record = Callable[[str, str, str], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The plugin's options."""
+    group = parser.getgroup("kernelreg")
+    group.addoption("--backend", action="append", metavar="NAME", help="judge this backend; may be repeated")
+    group.addoption("--draws", type=int, default=20, help="how many calls of each operation to draw at random")
+    group.addoption("--seed", type=int, default=0, help="of the draws")
+    group.addoption("--evidence", metavar="FILE", help="write what the tests recorded to this file, as a table")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker that pytest-xdist reads."""
+    config.addinivalue_line("markers", "xdist_group: which tests share a process, where pytest-xdist spreads them")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every case of every operation, for every backend that is asked for, or that there is."""
+    if "contract_case" not in metafunc.fixturenames:
+        return
+    from kernelreg.ops import operations
+    from kernelreg.session import session
+    from kernelreg.verify.cases import cases
+
+    option = metafunc.config.getoption
+    device = getattr(metafunc.module, "DEVICE", None) or session.default_device(kernelreg.facts())
+    sizes = getattr(metafunc.module, "SIZES", "small" if device == "cpu" else "real")
+    registry = session.registry()
+    backends = option("--backend") or getattr(metafunc.module, "BACKENDS", registry.names())
+    rows = [
+        pytest.param(case, backend, device, marks=pytest.mark.xdist_group(_group(case, backend)), id=_id(case, backend))
+        for backend in backends
+        for operation in operations()
+        if any(owner.name == backend for owner, _ in registry.kernels(operation.name))
+        for case in cases(operation.name, sizes, draws=option("--draws"), seed=option("--seed"))
+    ]
+    metafunc.parametrize(("contract_case", "contract_backend", "contract_device"), rows)
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Record:
+    """``record(case, backend, result)`` keeps a row for the evidence file."""
+    properties = request.node.user_properties
+    return lambda case, backend, result: properties.append(("evidence", (case, backend, result)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write the evidence file."""
+    path = config.getoption("--evidence")
+    reports = {name: terminalreporter.getreports(name) for name in ("passed", "failed")}
+    done = [report for name in ("passed", "failed") for report in reports[name] if report.when == "call"]
+    rows = [value for report in done for name, value in report.user_properties if name == "evidence"]
+    if path and rows:
+        command = f"python -m {' '.join(['pytest', *config.invocation_params.args])}"
+        lines = evidence(command, [tuple(row) for row in rows], len(done), len(reports["failed"]))
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed: int) -> list[str]:
+    """The evidence file's lines: what was run, where, and each case's result for each backend."""
+    facts = kernelreg.facts()
+    where = facts.platform.machine
+    if facts.devices:
+        device = facts.devices[0]
+        where = f"{device.name}, compute capability {device.compute_capability}, "
+        where += f"driver {facts.driver and facts.driver.version}"
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
+    backends = sorted({backend for _, backend, _ in rows}, key=lambda name: (name == "all", name != "torch", name))
+    results = {(case, backend): result for case, backend, result in rows}
+    told = [result for _, _, result in rows]
+    refused = sum(result.startswith("refused") for result in told)
+    return [
+        f"# GDN kernels under the contract, {datetime.date.today().isoformat()}",
+        "",
+        f"Made by `{command}`.",
+        "",
+        f"{where}; Python {sys.version.split()[0]}, torch {facts.torch and facts.torch.version}, "
+        f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions}.",
+        "",
+        f"{tests} tests, {failed} failed; {len(told) - refused} right or as it should be, {refused} refused with a "
+        "reason. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states / gradients of q, k, "
+        "v, g, beta and the initial state.",
+        "",
+        "| case | " + " | ".join(backends) + " |",
+        "|---" * (len(backends) + 1) + "|",
+        *(
+            f"| {case} | " + " | ".join(results.get((case, each), "–").replace("|", "/") for each in backends) + " |"
+            for case in dict.fromkeys(case for case, _, _ in rows)
+        ),
+    ]
+
+
+def _id(case: Case, backend: str) -> str:
+    return f"{case.operation}-{case.name}-{backend}"
+
+
+def _group(case: Case, backend: str) -> str:
+    """Tests that need the same compiled kernels; a library compiles once in each process."""
+    kind = (case.dtype, case.head_dim_k, case.head_dim_v, case.heads, case.value_heads, case.backward, case.capture)
+    return f"{backend} {case.operation} {kind} {case.packed} {case.state_v_first}"

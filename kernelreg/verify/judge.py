@@ -1,0 +1,270 @@
+"""One case on one backend: the right numbers within the operation's tolerances, or a refusal with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+import kernelreg
+from kernelreg import gdn
+from kernelreg.ops import operation_named
+from kernelreg.ops.gdn_reference import reference_gated_delta_rule
+from kernelreg.resolver import Candidate
+from kernelreg.verify.cases import Case
+from kernelreg.verify.inputs import Arguments, leaves
+from kernelreg.verify.prepare import Guard, prepare
+
+Status = Literal["right", "refused", "wrong", "not here"]
+Results = dict[str, Tensor]
+
+_RAW = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend made of a case.
+
+    Attributes:
+        kernel: the row that ran; None where none did.
+        status: ``right``, ``refused`` (``reason`` says why), ``wrong``, or ``not here``: the case needs a CUDA device.
+        errors: ``‖out − ref‖ / ‖ref‖`` of the output ``o``, the states ``state`` and gradients ``dq`` …
+        bounds: what each may be.
+        reason: why it was refused, or what is wrong.
+        features, dtype: what the call used.
+    """
+
+    case: str
+    operation: str
+    backend: str
+    kernel: str | None = None
+    status: Status
+    errors: dict[str, float] = {}
+    bounds: dict[str, float] = {}
+    reason: str | None = None
+    features: tuple[str, ...] = ()
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        told = " / ".join(f"{error:.1e}" for error in self.errors.values())
+        return {"right": told or "right", "refused": f"refused: {self.reason}"}.get(
+            self.status, f"{self.status}: {self.reason}"
+        )
+
+
+class _Wrong(Exception):
+    """What a kernel did that it must not."""
+
+
+def judge(case: Case, backend: str, device: str) -> Outcome:
+    """Run the case on the backend and compare it with the float64 recurrence.
+
+    Wrong are: a number outside the tolerance, a NaN, another shape or dtype, a write outside the output and the pool's
+    own slots, two results of a deterministic call that differ, and an exception that is no refusal.
+    """
+    told = {"case": case.name, "operation": case.operation, "backend": backend, "dtype": case.dtype}
+    if case.capture and not device.startswith("cuda"):
+        return Outcome(**told, status="not here", reason="CUDA graphs need a CUDA device")
+    # Slots that a device holds are not waited for: there a strange one is padding.
+    broken = case.broken and not (case.broken == "slots" and device != "cpu")
+    call = prepare(case, device)
+    try:
+        with kernelreg.use(backend=backend), _conditions(case):
+            row = kernelreg.resolve(case.operation, like=call)
+            told |= {"kernel": row.kernel, "features": tuple(sorted(row.call.features))}
+            errors = _run(case, call, device)
+    except kernelreg.NoBackendError as error:
+        return Outcome(**told, status="refused", reason=_refusal(error.resolution.candidates, backend))
+    except kernelreg.CallError as error:
+        status: Status = "right" if broken else "wrong"
+        return Outcome(**told, status=status, reason=f"CallError: {error}")
+    except _Wrong as error:
+        return Outcome(**told, status="wrong", reason=str(error))
+    except Exception as error:  # whatever a library raises here should have been a reason
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return Outcome(**told, status="wrong", reason=f"unexplained {text[:300]}")
+    if broken:
+        return Outcome(**told, status="wrong", reason="the contract is broken, and no CallError says so")
+    bounds = _bounds(case, errors)
+    far = [name for name, error in errors.items() if not error <= bounds[name]]
+    reason = "; ".join(f"{name} is {errors[name]:.1e} off, allowed {bounds[name]:.1e}" for name in far) or None
+    return Outcome(**told, status="wrong" if far else "right", errors=errors, bounds=bounds, reason=reason)
+
+
+def expected(call: Arguments) -> tuple[Tensor, Tensor]:
+    """Output and final state (or pool) of the float64 recurrence, from raw gates too."""
+    plain = {name: value for name, value in call.items() if name not in (*_RAW, "output_final_state")}
+    if call.get("use_gate_in_kernel"):
+        plain["g"] = -call["A_log"].double().exp() * softplus(call["g"].double() + call["dt_bias"].double())
+    if call.get("use_beta_sigmoid_in_kernel"):
+        plain["beta"] = call["beta"].double().sigmoid() * (2 if call.get("allow_neg_eigval") else 1)
+    return reference_gated_delta_rule(**plain)
+
+
+def relative(actual: Tensor, reference: Tensor) -> float:
+    """‖actual − reference‖ / ‖reference‖; 0 where both are empty, NaN where ``actual`` has one."""
+    difference = (actual.detach().double() - reference.detach().double()).norm()
+    return float(difference / reference.detach().double().norm().clamp_min(1e-300))
+
+
+def _refusal(candidates: tuple[Candidate, ...], backend: str) -> str:
+    rows = [each for each in candidates if each.backend == backend]
+    if not rows:
+        return "the backend has no kernel for this operation"
+    closest = min(rows, key=lambda each: len(each.reasons))
+    return "; ".join(str(reason) for reason in closest.reasons)
+
+
+def _bounds(case: Case, errors: dict[str, float]) -> dict[str, float]:
+    tolerance = operation_named(case.operation).tolerances[case.dtype]
+    bounds = {name: tolerance.gradient(name[1:]) if name.startswith("d") else tolerance.forward for name in errors}
+    if case.slots and case.pool_dtype == "bfloat16" and "state" in bounds:
+        pool = operation_named(case.operation).tolerances["bfloat16"].forward
+        bounds["state"] = max(bounds["state"], pool)
+    return bounds
+
+
+@contextmanager
+def _conditions(case: Case) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(case.deterministic)
+    try:
+        with torch.set_grad_enabled(case.backward):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _run(case: Case, call: Arguments, device: str) -> dict[str, float]:
+    function = getattr(gdn, operation_named(case.operation).function)
+    guard = Guard(call)
+    if case.capture:
+        return _replayed(function, case, guard, device)
+    if case.other_lengths:
+        function(**guard.call)
+        _overwrite(guard, prepare(case, device, case.seed + 1, case.other_lengths))
+    if case.backward:
+        return _gradients(function, case, guard)
+    results = _outputs(function, case, guard)
+    if case.deterministic:
+        again = _outputs(function, case, Guard(call))
+        if not all(torch.equal(again[name], value) for name, value in results.items()):
+            raise _Wrong("two calls on the same data differ")
+    return _errors(case, guard, results)
+
+
+def _outputs(function: Callable[..., Any], case: Case, guard: Guard) -> Results:
+    o, final = function(**guard.call)
+    if o.is_cuda:
+        torch.cuda.synchronize(o.device)
+    return _checked(case, guard, o, final)
+
+
+def _checked(case: Case, guard: Guard, o: Tensor, final: Tensor | None) -> Results:
+    """The results of a call, with everything checked that needs no reference."""
+    call = guard.call
+    if o.shape != call["v"].shape or o.dtype != call["q"].dtype:
+        raise _Wrong(f"the output is {o.dtype} {list(o.shape)}")
+    results = {"o": o}
+    if case.slots:
+        results["state"] = call["initial_state"]
+        disturbed = guard.disturbed("initial_state", _named(call))
+    else:
+        disturbed = guard.disturbed()
+        if (final is not None) is not case.final:
+            raise _Wrong(f"a final state was {'not ' if case.final else ''}given")
+        if final is not None:
+            wide = torch.float64 if case.dtype == "float64" else torch.float32
+            if final.dtype != wide:
+                raise _Wrong(f"the final state is {final.dtype}")
+            results["state"] = final
+    if disturbed:
+        raise _Wrong(f"wrote into or around {', '.join(disturbed)}")
+    if case.behind and o[:, -case.behind :].any():
+        raise _Wrong("tokens behind the last sequence are not zero")
+    return results
+
+
+def _named(call: Arguments) -> Tensor:
+    """Which slots of the pool the call's indices name."""
+    slots = torch.arange(len(call["initial_state"]), device=call["q"].device)
+    return (slots[:, None] == call["state_indices"].flatten()[None]).any(1)
+
+
+def _seen(guard: Guard) -> Arguments:
+    """The call as it was, with nothing behind the last sequence, and −1 for what is no slot."""
+    call = dict(guard.call)
+    for name, value in call.items():
+        if isinstance(value, Tensor):
+            call[name] = guard.before(name).nan_to_num() if value.is_floating_point() else guard.before(name)
+    if "state_indices" in call:
+        slots = call["state_indices"]
+        call["state_indices"] = torch.where(slots < len(call["initial_state"]), slots, -1)
+    return call
+
+
+def _errors(case: Case, guard: Guard, results: Results) -> dict[str, float]:
+    call = _seen(guard)
+    wanted = dict(zip(("o", "state"), expected(call), strict=True))
+    for name, value in results.items():
+        if value.shape != wanted[name].shape:
+            raise _Wrong(f"{name} is {list(value.shape)}, not {list(wanted[name].shape)}")
+        if not torch.isfinite(value).all():
+            raise _Wrong(f"{name} has NaN or infinite values")
+    silent = ~wanted["o"].flatten(2).any(-1) & call["v"].flatten(2).any(-1)
+    if results["o"][silent].any():
+        raise _Wrong("tokens that must give zeros do not")
+    return {name: relative(value, wanted[name]) for name, value in results.items()}
+
+
+def _gradients(function: Callable[..., Any], case: Case, guard: Guard) -> dict[str, float]:
+    """Errors of outputs and of the gradient of each input, for one random direction of outputs and states."""
+    inputs = leaves(guard.call)
+
+    def differentiated(call: Arguments, run: Callable[[Arguments], Any]) -> Results:
+        o, final = run(call)
+        generator = torch.Generator().manual_seed(case.seed)
+        loss = torch.zeros((), dtype=torch.float64, device=o.device)
+        for each in (o, final):
+            direction = torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.device)
+            loss = loss + (each.double() * direction).sum()
+        grads = torch.autograd.grad(loss, [call[name] for name in inputs])
+        return {"o": o, "state": final, **{f"d{name}": grad for name, grad in zip(inputs, grads, strict=True)}}
+
+    found = differentiated(guard.call, lambda call: function(**call))
+    _checked(case, guard, found["o"], found["state"])
+    if case.deterministic:
+        again = differentiated(guard.call, lambda call: function(**call))
+        if not all(torch.equal(found[name], again[name]) for name in found):
+            raise _Wrong("two gradients of the same call differ")
+    exact = {**guard.call, **{name: x.detach().double().requires_grad_() for name, x in inputs.items()}}
+    wanted = differentiated(exact, expected)
+    return {name: relative(found[name], wanted[name]) for name in found}
+
+
+def _replayed(function: Callable[..., Any], case: Case, guard: Guard, device: str) -> dict[str, float]:
+    """The call in a CUDA graph, warmed up on a side stream, and replayed on another batch."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        function(**guard.call)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, final = function(**guard.call)
+    _overwrite(guard, prepare(case, device, case.seed + 1, case.other_lengths or None))
+    graph.replay()
+    torch.cuda.synchronize(device)
+    return _errors(case, guard, _checked(case, guard, o, final))
+
+
+def _overwrite(guard: Guard, other: Arguments) -> None:
+    """Another batch in the same tensors."""
+    for name, value in guard.call.items():
+        if isinstance(value, Tensor):
+            value.copy_(other[name])
+    guard.keep()

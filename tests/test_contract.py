@@ -1,0 +1,13 @@
+"""The conformance suite for the backend that runs everywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernelreg.testing.contract import test_contract
+
+pytest.importorskip("torch")
+__all__ = ["test_contract"]
+
+DEVICE = "cpu"
+BACKENDS = ("torch",)
