@@ -5,7 +5,7 @@ It reads no environment, no clock and no GPU, so a decision can be replayed anyw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -15,6 +15,7 @@ from kernelreg.descriptor import Kernel
 from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
+from kernelreg.quarantine import Finding, quarantine_reasons
 from kernelreg.reasons import Reason, ReasonCode, told_in_order
 from kernelreg.registry import Backend, Registry
 from kernelreg.requirements import call_reasons, holds, known_bad_reasons, machine_reasons
@@ -92,6 +93,7 @@ def decide(
     call: Call,
     policy: Policy,
     ruled_out: Mapping[str, Reason] | None = None,
+    findings: Sequence[Finding] = (),
 ) -> Decision:
     """Judge every kernel of the call's operation and choose the best of those that fit.
 
@@ -101,11 +103,12 @@ def decide(
         call: what the call needs.
         policy: what the user asked for.
         ruled_out: backends that this process found unusable (their adapter did not import), with the reason.
+        findings: kernels that were found wrong on this machine, and for which calls.
     """
     judged = [
         (
             rank(backend, kernel, facts, call, policy),
-            _reasons(backend, kernel, facts, call, policy, ruled_out or {}),
+            _reasons(backend, kernel, facts, call, policy, ruled_out or {}, findings),
         )
         for backend, kernel in registry.kernels(call.operation)
     ]
@@ -171,6 +174,7 @@ def _reasons(
     call: Call,
     policy: Policy,
     ruled_out: Mapping[str, Reason],
+    findings: Sequence[Finding],
 ) -> tuple[Reason, ...]:
     descriptor = backend.descriptor
     reasons = _policy_reasons(backend.name, call.operation, policy)
@@ -181,6 +185,7 @@ def _reasons(
     reasons += [reason for reason in more if (reason.code, reason.subject) not in said]
     reasons += known_bad_reasons(descriptor.known_bad, kernel.name, facts, call)
     reasons += call_reasons(kernel.accepts, call)
+    reasons += quarantine_reasons(findings, backend.name, kernel.name, call)
     if backend.name in ruled_out:
         reasons.append(ruled_out[backend.name])
     return told_in_order(reasons)

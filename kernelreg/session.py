@@ -18,14 +18,16 @@ import msgspec
 from kernelreg.adapters import load_function
 from kernelreg.announce import announce, say_once, set_level
 from kernelreg.call import Call
-from kernelreg.errors import AdapterError, ConfigurationError, NoBackendError
+from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError
 from kernelreg.machine import CPU, Device, Facts, detect
 from kernelreg.machine.torch_devices import current_index, observed_device
 from kernelreg.policy import PREFIX, Policy, read_environment, read_log_level, read_plugins
+from kernelreg.quarantine import Finding
 from kernelreg.reasons import Reason
 from kernelreg.registry import Backend, Registry, discover
 from kernelreg.resolution import Resolution
 from kernelreg.resolver import Decision, decide
+from kernelreg.verify.records import load_record
 
 Observer = Callable[[Resolution], object]
 
@@ -57,6 +59,8 @@ class Session:
         self._policy: Policy | None = None
         self._seen: dict[str, str] = {}
         self.ruled_out: dict[str, Reason] = {}
+        self._findings: dict[str, tuple[Finding, ...]] = {}
+        self._trusting = False
         self.observers: tuple[Observer, ...] = ()
         self._listeners: list[Callable[[], None]] = []
 
@@ -118,6 +122,24 @@ class Session:
         over = _use.get()
         return self._policy if over is None else self._policy.overlaid(over.policy)
 
+    def findings(self, facts: Facts) -> tuple[Finding, ...]:
+        """What ``kernelreg verify`` found wrong on these facts. A record that cannot be read is said once."""
+        fingerprint = facts.fingerprint
+        known = () if self._trusting else self._findings.get(fingerprint)
+        if known is None:
+            try:
+                record = load_record(fingerprint)
+            except KernelregError as error:
+                say_once(logging.WARNING, f"results of kernelreg verify are left out: {error}")
+                record = None
+            known = self._findings[fingerprint] = record.findings if record else ()
+        return known
+
+    def trust_all(self) -> None:
+        """Decide as if nothing had been found wrong: for who is about to find out."""
+        self._trusting = True
+        self._changed()
+
     # -- what changes it -------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
@@ -125,6 +147,7 @@ class Session:
         with self._lock:
             self._seen = {}
             self.ruled_out = {}
+            self._findings = {}
             self._discovered = None
             self._changed_backends()
 
@@ -170,7 +193,7 @@ class Session:
         known = self.facts() if facts is None else facts
         wanted = self.policy() if policy is None else policy
         registry = self.registry()
-        decision = decide(registry, known, call, wanted, self.ruled_out)
+        decision = decide(registry, known, call, wanted, self.ruled_out, self.findings(known))
 
         def load(decided: Decision) -> tuple[Decision, Callable[..., object]]:
             return self.load(decided, known)
@@ -200,7 +223,7 @@ class Session:
                     self.rule_out(row[0].name, error.reason)
                     cause = error
             # The adapter failed, or the backend was taken out since: decide again on what there is now.
-            decision = decide(registry, facts, decision.call, decision.policy, self.ruled_out)
+            decision = decide(registry, facts, decision.call, decision.policy, self.ruled_out, self.findings(facts))
             if decision.backend is None:
                 resolution = Resolution(decision)
                 raise NoBackendError(resolution.explain(), resolution) from cause

@@ -1,4 +1,4 @@
-"""Every test starts from the machine as it is: no override, no memory of what other tests decided or logged."""
+"""Every test starts from the machine as it is: no override, no memory of what other tests decided, logged or found."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import pytest
 import kernelreg
 from kernelreg import announce
 
+# The tensors of the tests are small: torch's threads would only wait for each other. Children inherit this.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(autouse=True)
-def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_slate(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("KERNELREG_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", os.fspath(tmp_path_factory.getbasetemp() / "state"))
     kernelreg.refresh()
     announce.forget()
     yield

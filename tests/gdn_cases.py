@@ -8,9 +8,6 @@ from kernelreg.verify.inputs import Arguments as Call
 from kernelreg.verify.inputs import gdn_call, leaves, pool_call
 from kernelreg.verify.judge import expected, relative
 
-# The tensors are small: several threads only wait for each other, for minutes where the machine is busy.
-torch.set_num_threads(1)
-
 __all__ = ["EXACT", "Call", "expected", "gdn_call", "leaves", "pool_call", "relative"]
 
 #: Bounds on ‖out − ref‖ / ‖ref‖ for a kernel that rounds once, on the way out.

@@ -47,7 +47,10 @@ def run(words: argparse.Namespace) -> int:
 def _verdicts(facts: Facts, device: str) -> dict[tuple[str, str, str], Candidate]:
     """Each row's verdict for a call that says nothing, with no override."""
     registry = session.registry()
-    decisions = [decide(registry, facts, make_call(each.name, device), Policy()) for each in operations()]
+    findings = session.findings(facts)
+    decisions = [
+        decide(registry, facts, make_call(each.name, device), Policy(), None, findings) for each in operations()
+    ]
     return {
         (candidate.backend, decision.operation, candidate.kernel): candidate
         for decision in decisions

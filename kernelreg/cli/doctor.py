@@ -79,9 +79,10 @@ def run(words: argparse.Namespace) -> int:
 def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], trouble: list[Problem]) -> Report:
     """Decide every operation on every visible device, and collect what is wrong."""
     policy, errors, warnings = session.environment_policy()
+    findings = session.findings(facts)
     trouble = [*trouble, *(Problem(source="configuration", error=str(each)) for each in errors)]
     decisions = [
-        decide(registry, facts, make_call(operation, device.torch_name, features=features), policy)
+        decide(registry, facts, make_call(operation, device.torch_name, features=features), policy, None, findings)
         for device in devices_of(facts)
         for operation, features in _LOOKS
     ]

@@ -46,7 +46,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     registry = session.registry()
     backends = option("--backend") or getattr(metafunc.module, "BACKENDS", registry.names())
     rows = [
-        pytest.param(case, backend, device, marks=pytest.mark.xdist_group(_group(case, backend)), id=_id(case, backend))
+        pytest.param(
+            case,
+            backend,
+            device,
+            marks=pytest.mark.xdist_group(compiled_together(case, backend)),
+            id=_id(case, backend),
+        )
         for backend in backends
         for operation in operations()
         if any(owner.name == backend for owner, _ in registry.kernels(operation.name))
@@ -112,7 +118,7 @@ def _id(case: Case, backend: str) -> str:
     return f"{case.operation}-{case.name}-{backend}"
 
 
-def _group(case: Case, backend: str) -> str:
-    """Tests that need the same compiled kernels; a library compiles once in each process."""
+def compiled_together(case: Case, backend: str) -> str:
+    """A name that the cases share which need the same compiled kernels; a library compiles once in each process."""
     kind = (case.dtype, case.head_dim_k, case.head_dim_v, case.heads, case.value_heads, case.backward, case.capture)
     return f"{backend} {case.operation} {kind} {case.packed} {case.state_v_first}"

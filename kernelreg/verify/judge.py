@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -18,45 +17,15 @@ from kernelreg.ops.gdn_reference import reference_gated_delta_rule
 from kernelreg.resolver import Candidate
 from kernelreg.verify.cases import Case
 from kernelreg.verify.inputs import Arguments, leaves
+from kernelreg.verify.outcome import Outcome, Status
 from kernelreg.verify.prepare import Guard, prepare
 
-Status = Literal["right", "refused", "wrong", "not here"]
 Results = dict[str, Tensor]
 
 _RAW = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend made of a case.
-
-    Attributes:
-        kernel: the row that ran; None where none did.
-        status: ``right``, ``refused`` (``reason`` says why), ``wrong``, or ``not here``: the case needs a CUDA device.
-        errors: ``‖out − ref‖ / ‖ref‖`` of the output ``o``, the states ``state`` and gradients ``dq`` …
-        bounds: what each may be.
-        reason: why it was refused, or what is wrong.
-        features, dtype: what the call used.
-    """
-
-    case: str
-    operation: str
-    backend: str
-    kernel: str | None = None
-    status: Status
-    errors: dict[str, float] = {}
-    bounds: dict[str, float] = {}
-    reason: str | None = None
-    features: tuple[str, ...] = ()
-    dtype: str | None = None
-
-    def __str__(self) -> str:
-        told = " / ".join(f"{error:.1e}" for error in self.errors.values())
-        return {"right": told or "right", "refused": f"refused: {self.reason}"}.get(
-            self.status, f"{self.status}: {self.reason}"
-        )
-
-
-class _Wrong(Exception):
+class _WrongError(Exception):
     """What a kernel did that it must not."""
 
 
@@ -66,7 +35,7 @@ def judge(case: Case, backend: str, device: str) -> Outcome:
     Wrong are: a number outside the tolerance, a NaN, another shape or dtype, a write outside the output and the pool's
     own slots, two results of a deterministic call that differ, and an exception that is no refusal.
     """
-    told = {"case": case.name, "operation": case.operation, "backend": backend, "dtype": case.dtype}
+    told: dict[str, Any] = {"case": case.name, "operation": case.operation, "backend": backend, "dtype": case.dtype}
     if case.capture and not device.startswith("cuda"):
         return Outcome(**told, status="not here", reason="CUDA graphs need a CUDA device")
     # Slots that a device holds are not waited for: there a strange one is padding.
@@ -82,7 +51,7 @@ def judge(case: Case, backend: str, device: str) -> Outcome:
     except kernelreg.CallError as error:
         status: Status = "right" if broken else "wrong"
         return Outcome(**told, status=status, reason=f"CallError: {error}")
-    except _Wrong as error:
+    except _WrongError as error:
         return Outcome(**told, status="wrong", reason=str(error))
     except Exception as error:  # whatever a library raises here should have been a reason
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -93,6 +62,16 @@ def judge(case: Case, backend: str, device: str) -> Outcome:
     far = [name for name, error in errors.items() if not error <= bounds[name]]
     reason = "; ".join(f"{name} is {errors[name]:.1e} off, allowed {bounds[name]:.1e}" for name in far) or None
     return Outcome(**told, status="wrong" if far else "right", errors=errors, bounds=bounds, reason=reason)
+
+
+def foresee(case: Case, backend: str, device: str) -> dict[str, Any]:
+    """The row that would run the case on the backend, and the features of the call; nothing is launched."""
+    try:
+        with kernelreg.use(backend=backend), _conditions(case):
+            row = kernelreg.resolve(case.operation, like=prepare(case, device))
+    except kernelreg.KernelregError:
+        return {"kernel": None, "features": ()}
+    return {"kernel": row.kernel, "features": tuple(sorted(row.call.features))}
 
 
 def expected(call: Arguments) -> tuple[Tensor, Tensor]:
@@ -107,8 +86,8 @@ def expected(call: Arguments) -> tuple[Tensor, Tensor]:
 
 def relative(actual: Tensor, reference: Tensor) -> float:
     """‖actual − reference‖ / ‖reference‖; 0 where both are empty, NaN where ``actual`` has one."""
-    difference = (actual.detach().double() - reference.detach().double()).norm()
-    return float(difference / reference.detach().double().norm().clamp_min(1e-300))
+    difference = torch.linalg.vector_norm(actual.detach().double() - reference.detach().double())
+    return float(difference / torch.linalg.vector_norm(reference.detach().double()).clamp_min(1e-300))
 
 
 def _refusal(candidates: tuple[Candidate, ...], backend: str) -> str:
@@ -153,7 +132,7 @@ def _run(case: Case, call: Arguments, device: str) -> dict[str, float]:
     if case.deterministic:
         again = _outputs(function, case, Guard(call))
         if not all(torch.equal(again[name], value) for name, value in results.items()):
-            raise _Wrong("two calls on the same data differ")
+            raise _WrongError("two calls on the same data differ")
     return _errors(case, guard, results)
 
 
@@ -168,7 +147,7 @@ def _checked(case: Case, guard: Guard, o: Tensor, final: Tensor | None) -> Resul
     """The results of a call, with everything checked that needs no reference."""
     call = guard.call
     if o.shape != call["v"].shape or o.dtype != call["q"].dtype:
-        raise _Wrong(f"the output is {o.dtype} {list(o.shape)}")
+        raise _WrongError(f"the output is {o.dtype} {list(o.shape)}")
     results = {"o": o}
     if case.slots:
         results["state"] = call["initial_state"]
@@ -176,23 +155,24 @@ def _checked(case: Case, guard: Guard, o: Tensor, final: Tensor | None) -> Resul
     else:
         disturbed = guard.disturbed()
         if (final is not None) is not case.final:
-            raise _Wrong(f"a final state was {'not ' if case.final else ''}given")
+            raise _WrongError(f"a final state was {'not ' if case.final else ''}given")
         if final is not None:
             wide = torch.float64 if case.dtype == "float64" else torch.float32
             if final.dtype != wide:
-                raise _Wrong(f"the final state is {final.dtype}")
+                raise _WrongError(f"the final state is {final.dtype}")
             results["state"] = final
     if disturbed:
-        raise _Wrong(f"wrote into or around {', '.join(disturbed)}")
+        raise _WrongError(f"wrote into or around {', '.join(disturbed)}")
     if case.behind and o[:, -case.behind :].any():
-        raise _Wrong("tokens behind the last sequence are not zero")
+        raise _WrongError("tokens behind the last sequence are not zero")
     return results
 
 
 def _named(call: Arguments) -> Tensor:
     """Which slots of the pool the call's indices name."""
     slots = torch.arange(len(call["initial_state"]), device=call["q"].device)
-    return (slots[:, None] == call["state_indices"].flatten()[None]).any(1)
+    named: Tensor = (slots[:, None] == call["state_indices"].flatten()[None]).any(1)
+    return named
 
 
 def _seen(guard: Guard) -> Arguments:
@@ -210,14 +190,18 @@ def _seen(guard: Guard) -> Arguments:
 def _errors(case: Case, guard: Guard, results: Results) -> dict[str, float]:
     call = _seen(guard)
     wanted = dict(zip(("o", "state"), expected(call), strict=True))
-    for name, value in results.items():
-        if value.shape != wanted[name].shape:
-            raise _Wrong(f"{name} is {list(value.shape)}, not {list(wanted[name].shape)}")
-        if not torch.isfinite(value).all():
-            raise _Wrong(f"{name} has NaN or infinite values")
     silent = ~wanted["o"].flatten(2).any(-1) & call["v"].flatten(2).any(-1)
     if results["o"][silent].any():
-        raise _Wrong("tokens that must give zeros do not")
+        raise _WrongError("tokens that must give zeros do not")
+    return _distances(results, wanted)
+
+
+def _distances(results: Results, wanted: Results) -> dict[str, float]:
+    for name, value in results.items():
+        if value.shape != wanted[name].shape:
+            raise _WrongError(f"{name} is {list(value.shape)}, not {list(wanted[name].shape)}")
+        if not torch.isfinite(value).all():
+            raise _WrongError(f"{name} has NaN or infinite values")
     return {name: relative(value, wanted[name]) for name, value in results.items()}
 
 
@@ -240,10 +224,10 @@ def _gradients(function: Callable[..., Any], case: Case, guard: Guard) -> dict[s
     if case.deterministic:
         again = differentiated(guard.call, lambda call: function(**call))
         if not all(torch.equal(found[name], again[name]) for name in found):
-            raise _Wrong("two gradients of the same call differ")
+            raise _WrongError("two gradients of the same call differ")
     exact = {**guard.call, **{name: x.detach().double().requires_grad_() for name, x in inputs.items()}}
     wanted = differentiated(exact, expected)
-    return {name: relative(found[name], wanted[name]) for name in found}
+    return _distances(found, wanted)
 
 
 def _replayed(function: Callable[..., Any], case: Case, guard: Guard, device: str) -> dict[str, float]:

@@ -82,15 +82,17 @@ def _raw(case: Case, call: Arguments, seed: int) -> Arguments:
 
 
 def _slices(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors ``[B, T, …]`` as neighbours in one, as a fused projection leaves them. Those of another dtype stay."""
+    """The tensors ``[B, T, …]`` as neighbours in one, as a fused projection leaves them; other dtypes stay."""
     first = next(iter(tensors.values()))
     alike = {name: x for name, x in tensors.items() if x.dtype == first.dtype}
     widths = [x[0, 0].numel() if x.numel() else 0 for x in alike.values()]
     if not all(widths):
         return tensors
     whole = torch.cat([x.flatten(2) for x in alike.values()], 2)
-    parts = whole.split(widths, 2)
-    return tensors | {name: part.unflatten(2, alike[name].shape[2:]) for name, part in zip(alike, parts, strict=True)}
+    parts = torch.split(whole, widths, 2)
+    return tensors | {
+        name: part.view(*part.shape[:2], *alike[name].shape[2:]) for name, part in zip(alike, parts, strict=True)
+    }
 
 
 class Guard:

@@ -1,0 +1,216 @@
+"""``kernelreg verify``: run each backend here on calls with known answers, and remember which kernels were wrong."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kernelreg.call import make_call
+from kernelreg.cli._shared import console, write
+from kernelreg.errors import ConfigurationError, KernelregError, unknown_name
+from kernelreg.machine import Facts
+from kernelreg.ops import operation_named, operations
+from kernelreg.policy import Policy
+from kernelreg.resolver import Candidate, decide
+from kernelreg.session import session
+from kernelreg.verify.cases import cases
+from kernelreg.verify.child import Task
+from kernelreg.verify.outcome import Outcome
+from kernelreg.verify.records import Record, forget_record, load_record, save_record
+from kernelreg.verify.runner import run_backend
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NAME = "verify"
+HELP = "Run the backends here on calls with known answers; a kernel that is wrong is not chosen for such calls again."
+
+#: Calls drawn at random beside the contract's rows.
+_DRAWS = 8
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True):
+    """A backend that could not be judged, with the reasons against its closest row."""
+
+    operation: str
+    backend: str
+    reasons: tuple[str, ...]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was found. ``ok`` is whether nothing was wrong, and something was right."""
+
+    schema: int = 1
+    ok: bool
+    device: str
+    fingerprint: str
+    outcomes: tuple[Outcome, ...]
+    left_out: tuple[Left, ...]
+    kept: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to judge, and for how long."""
+    parser.add_argument("operation", nargs="?", metavar="OP", help="an operation; all of them if not given")
+    parser.add_argument("--backend", action="append", metavar="B", help="this backend alone; may be repeated")
+    parser.add_argument("--device", help="the device to run on; the current accelerator, else cpu, if not given")
+    parser.add_argument("--limit", type=_seconds, default=900.0, metavar="S", help="seconds for a backend (900)")
+    parser.add_argument("--forget", action="store_true", help="forget what was found on this machine, and run nothing")
+
+
+def run(words: argparse.Namespace) -> int:
+    """0 when nothing was wrong, 1 when something was or a backend that was asked for cannot run, 2 for wrong usage."""
+    if words.facts is not None:
+        raise ConfigurationError("verify runs kernels on this machine; --facts is for the other commands")
+    facts = session.facts()
+    if words.forget:
+        write("forgotten" if forget_record(facts.fingerprint) else "nothing was known of this machine")
+        return 0
+    wanted = [operation_named(words.operation).name] if words.operation else [each.name for each in operations()]
+    names = session.registry().names()
+    for name in words.backend or ():
+        if name not in names:
+            raise ConfigurationError(f"--backend {name}: {unknown_name('backend', name, names)}")
+    device = words.device or session.default_device(facts)
+    runnable, left = _usable(facts, wanted, words.backend or names, device)
+    outcomes = _judge(runnable, device, words.limit, quiet=words.json)
+    report = Report(
+        ok=bool(outcomes) and not any(each.status == "wrong" for each in outcomes) and not (words.backend and left),
+        device=device,
+        fingerprint=facts.fingerprint,
+        outcomes=outcomes,
+        left_out=left,
+        kept=_keep(facts.fingerprint, outcomes),
+    )
+    if words.json:
+        write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
+    else:
+        _show(report, console())
+    return 0 if report.ok else 1
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise ValueError
+    return value
+
+
+def _usable(
+    facts: Facts, wanted: list[str], backends: tuple[str, ...] | list[str], device: str
+) -> tuple[list[tuple[str, str]], tuple[Left, ...]]:
+    """The (operation, backend) pairs that can run on the device, and why the others cannot."""
+    runnable, left = [], []
+    for operation in wanted:
+        decision = decide(session.registry(), facts, make_call(operation, device), Policy(), session.ruled_out)
+        for backend in backends:
+            rows = [each for each in decision.candidates if each.backend == backend]
+            if any(each.accepted for each in rows):
+                runnable.append((operation, backend))
+            elif rows:
+                left.append(Left(operation=operation, backend=backend, reasons=_closest(rows)))
+    return runnable, tuple(left)
+
+
+def _closest(rows: list[Candidate]) -> tuple[str, ...]:
+    return tuple(str(reason) for reason in min(rows, key=lambda each: len(each.reasons)).reasons)
+
+
+def _judge(pairs: list[tuple[str, str]], device: str, limit: float, *, quiet: bool) -> tuple[Outcome, ...]:
+    sizes = "small" if device == "cpu" else "real"
+    counts = {operation: len(cases(operation, sizes, draws=_DRAWS, quick=True)) for operation, _ in pairs}
+    outcomes: list[Outcome] = []
+    with _progress(sum(counts[operation] for operation, _ in pairs), quiet) as advance:
+        for operation, backend in pairs:
+            task = Task(operation=operation, backend=backend, device=device, sizes=sizes, draws=_DRAWS, skip=0)
+            outcomes += run_backend(task, limit, counts[operation], advance)
+    return tuple(outcomes)
+
+
+@contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[Any]:
+    """A bar on standard error, where a person sees it."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda outcome: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("the first calls compile", total=total)
+        yield lambda outcome: progress.update(
+            task, advance=1, description=f"{outcome.operation} {outcome.backend}: {outcome.case}"
+        )
+
+
+def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str | None:
+    """Merge the run into the record of this machine; gives its path, or None where nothing ran or can be kept."""
+    if not outcomes:
+        return None
+    date = datetime.date.today().isoformat()
+    try:
+        known = load_record(fingerprint)
+    except KernelregError:
+        known = None  # a broken record is replaced
+    record = known or Record(date=date, fingerprint=fingerprint)
+    try:
+        return str(save_record(record.with_run(outcomes, date)))
+    except KernelregError as error:
+        print(f"kernelreg: the results are not kept: {error}", file=sys.stderr)
+        return None
+
+
+def _show(report: Report, out: Console) -> None:
+    for operation in dict.fromkeys(each.operation for each in report.outcomes):
+        _show_operation([each for each in report.outcomes if each.operation == operation], report.device, out)
+    for left in report.left_out:
+        out.print(f"{left.operation} {left.backend} cannot run here: {'; '.join(left.reasons)}", style="dim")
+    wrong = [each for each in report.outcomes if each.status == "wrong"]
+    for each in wrong:
+        out.print(f"{each.operation} {each.backend} {each.kernel or ''}, {each.case}: {each.reason}", style="bold red")
+    if report.kept:
+        out.print(f"kept for this machine (facts {report.fingerprint}) in {report.kept}", style="dim")
+    verdict = f"not ok: {len(wrong)} wrong" if report.outcomes else "not ok: nothing could run"
+    out.print("ok" if report.ok else verdict, style="bold green" if report.ok else "bold red")
+
+
+def _show_operation(outcomes: list[Outcome], device: str, out: Console) -> None:
+    """A table of errors: a row for each case, a column for each backend."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    backends = list(dict.fromkeys(each.backend for each in outcomes))
+    cells = {(each.case, each.backend): each for each in outcomes}
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(f"{outcomes[0].operation} on {device}", overflow="fold")
+    for backend in backends:
+        mine = [each.status for each in outcomes if each.backend == backend]
+        counts = "\n".join(f"{mine.count(status)} {status}" for status in ("right", "refused", "wrong"))
+        table.add_column(f"{backend}\n{counts}", no_wrap=True)
+    for case in dict.fromkeys(each.case for each in outcomes):
+        row = [cells.get((case, backend)) for backend in backends]
+        if any(each is not None and each.status != "not here" for each in row):
+            table.add_row(case, *(Text(_cell(each), style=_STYLES[each.status] if each else "") for each in row))
+    out.print(table)
+
+
+_STYLES = {"right": "", "refused": "dim", "wrong": "bold red", "not here": "dim"}
+
+
+def _cell(outcome: Outcome | None) -> str:
+    """The largest error, or the refusal's code."""
+    if outcome is None:
+        return "not run"
+    if outcome.status == "right":
+        return f"{max(outcome.errors.values()):.1e}" if outcome.errors else "CallError"
+    if outcome.status == "refused":
+        return f"refused: {(outcome.reason or '').split(': ')[0]}"
+    return outcome.status

@@ -1,0 +1,46 @@
+"""Kernels that were found wrong on this machine: for which calls, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from kernelreg.call import Call
+from kernelreg.reasons import Reason, ReasonCode
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kernel's fault. It keeps the kernel from every call that uses at least what the faulty one used.
+
+    Attributes:
+        features, dtype: what the faulty call used.
+        cause: the failing case, and how it failed.
+        fix: how to test the kernel again.
+    """
+
+    operation: str
+    backend: str
+    kernel: str
+    features: frozenset[str]
+    dtype: str | None
+    cause: str
+    fix: str
+
+    def holds(self, kernel: str, backend: str, call: Call) -> bool:
+        """Whether the fault keeps this kernel from the call; what a call does not say is not held against it."""
+        return (
+            (self.operation, self.backend, self.kernel) == (call.operation, backend, kernel)
+            and self.features <= call.features
+            and (call.dtype is None or self.dtype in (None, call.dtype))
+        )
+
+    @property
+    def reason(self) -> Reason:
+        """What the resolver says of it."""
+        return Reason(code=ReasonCode.QUARANTINED, subject=self.kernel, actual=self.cause, fix=self.fix)
+
+
+def quarantine_reasons(findings: Iterable[Finding], backend: str, kernel: str, call: Call) -> list[Reason]:
+    """A reason for each finding that keeps the kernel from the call."""
+    return [each.reason for each in findings if each.holds(kernel, backend, call)]

@@ -1,0 +1,39 @@
+"""What a backend made of a case, as data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Status = Literal["right", "refused", "wrong", "not here"]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One case on one backend.
+
+    Attributes:
+        kernel: the row that ran; None where none did.
+        status: ``right``, ``refused`` (``reason`` says why), ``wrong``, or ``not here``: the case needs a CUDA device.
+        errors: ``‖out − ref‖ / ‖ref‖`` of the output ``o``, the states ``state`` and gradients ``dq`` …
+        bounds: what each may be.
+        reason: why it was refused, or what is wrong.
+        features, dtype: what the call used.
+    """
+
+    case: str
+    operation: str
+    backend: str
+    kernel: str | None = None
+    status: Status
+    errors: dict[str, float] = {}
+    bounds: dict[str, float] = {}
+    reason: str | None = None
+    features: tuple[str, ...] = ()
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        told = " / ".join(f"{error:.1e}" for error in self.errors.values())
+        if self.status == "right":
+            return told or self.reason or "right"
+        return f"{self.status}: {self.reason}"

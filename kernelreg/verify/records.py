@@ -1,0 +1,119 @@
+"""What ``kernelreg verify`` found, kept for the machine and the packages that it was found with.
+
+One file for each facts fingerprint, in the user's state folder. Another driver, package or card is another fingerprint,
+and another release of kernelreg has other adapters: neither is judged by what was found before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kernelreg._version import __version__
+from kernelreg.decoding import decode_json, read_bytes
+from kernelreg.errors import KernelregError
+from kernelreg.quarantine import Finding
+from kernelreg.verify.outcome import Outcome
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The outcomes of one machine.
+
+    Attributes:
+        date: of the last run, as ``2026-12-01``.
+        fingerprint: of the facts.
+    """
+
+    schema: Literal[1] = 1
+    kernelreg: str = __version__
+    date: str
+    fingerprint: str
+    outcomes: tuple[Outcome, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The wrong outcomes, as the resolver takes them."""
+        return tuple(_finding(each, self.date) for each in self.outcomes if each.status == "wrong" and each.kernel)
+
+    def with_run(self, outcomes: tuple[Outcome, ...], date: str) -> Record:
+        """This record with a run's outcomes in place of what was known of the same backends and operations."""
+        judged = {(each.backend, each.operation) for each in outcomes}
+        kept = tuple(each for each in self.outcomes if (each.backend, each.operation) not in judged)
+        return msgspec.structs.replace(self, outcomes=(*kept, *outcomes), date=date)
+
+
+def _finding(outcome: Outcome, date: str) -> Finding:
+    return Finding(
+        operation=outcome.operation,
+        backend=outcome.backend,
+        kernel=outcome.kernel or "",
+        features=frozenset(outcome.features),
+        dtype=outcome.dtype,
+        cause=f"kernelreg verify, {date}, {outcome.case!r}: {outcome.reason}",
+        fix=f"python -m kernelreg verify {outcome.operation} --backend {outcome.backend}",
+    )
+
+
+def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where records are kept: ``$XDG_STATE_HOME/kernelreg/verified``, else below the home; None where there is none."""
+    state = environ.get("XDG_STATE_HOME", "").strip()
+    if state and Path(state).is_absolute():
+        return Path(state) / "kernelreg" / "verified"
+    try:
+        return Path.home() / ".local" / "state" / "kernelreg" / "verified"
+    except RuntimeError:
+        return None
+
+
+def load_record(fingerprint: str) -> Record | None:
+    """The record of these facts by this release, or None where there is none.
+
+    Raises:
+        KernelregError: there is one that cannot be read; names the file and what is wrong.
+    """
+    where = folder()
+    path = where / f"{fingerprint}.json" if where else None
+    if path is None or not path.is_file():
+        return None
+    record = decode_json(read_bytes(path, KernelregError), Record, source=os.fspath(path), error=KernelregError)
+    return record if record.kernelreg == __version__ and record.fingerprint == fingerprint else None
+
+
+def save_record(record: Record) -> Path:
+    """Write the record; gives its path.
+
+    Raises:
+        KernelregError: it cannot be written.
+    """
+    where = folder()
+    if where is None:
+        raise KernelregError("no home folder to keep results in; set XDG_STATE_HOME")
+    path = where / f"{record.fingerprint}.json"
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=1))
+        unfinished.replace(path)
+    except OSError as error:
+        raise KernelregError(f"{path}: {error.strerror or error}; XDG_STATE_HOME names another place") from error
+    return path
+
+
+def forget_record(fingerprint: str) -> bool:
+    """Delete the record of these facts; whether there was one.
+
+    Raises:
+        KernelregError: it cannot be deleted.
+    """
+    where = folder()
+    try:
+        if where is None or not (where / f"{fingerprint}.json").exists():
+            return False
+        (where / f"{fingerprint}.json").unlink()
+    except OSError as error:
+        raise KernelregError(f"{where}: {error.strerror or error}") from error
+    return True

@@ -1,0 +1,121 @@
+"""Judging a backend in child processes with a time limit, so that a crash or a hang costs one case."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from tempfile import TemporaryFile
+
+import msgspec
+
+from kernelreg.verify.child import Judged, Message, Started, Task
+from kernelreg.verify.outcome import Outcome
+
+_MESSAGE = msgspec.json.Decoder(Message)
+
+
+def run_backend(task: Task, limit: float, total: int, told: Callable[[Outcome], None]) -> list[Outcome]:
+    """The outcomes of every case on one backend.
+
+    Args:
+        task: what to judge.
+        limit: seconds for the whole backend; the case that is under way then is wrong, those after it are not run.
+        total: how many cases there are.
+        told: called with each outcome as it comes.
+    """
+    outcomes: list[Outcome] = []
+    deadline = time.monotonic() + limit
+    while len(outcomes) < total:
+        before = len(outcomes)
+        started: Started | None = None
+        with _child(msgspec.structs.replace(task, skip=before)) as (child, errors):
+            for message in _messages(child, deadline):
+                if isinstance(message, Started):
+                    started = message
+                else:
+                    outcomes.append(message.outcome)
+                    told(message.outcome)
+                    started = None
+            late = time.monotonic() >= deadline
+            if not late:
+                child.wait()
+        if len(outcomes) == total:
+            break
+        if late or started is not None or len(outcomes) == before:
+            cause = f"not done after {limit:g} s" if late else _death(child.returncode, errors)
+            outcomes.append(_lost(task, started, cause))
+            told(outcomes[-1])
+        if late:
+            break
+    return outcomes
+
+
+@contextlib.contextmanager
+def _child(task: Task) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
+    """A running child, ended on the way out, and its last words (once it has ended)."""
+    words: list[str] = []
+    with TemporaryFile() as stderr:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "kernelreg.verify.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        try:
+            if child.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    child.stdin.write(msgspec.json.encode(task))
+                    child.stdin.close()
+            yield child, words
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)  # compilers that it started, too
+            child.wait()
+            stderr.seek(0)
+            words += stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+
+
+def _messages(child: subprocess.Popen[bytes], deadline: float) -> Iterator[Started | Judged]:
+    """What the child says, until it ends or the time is up."""
+    if child.stdout is None:
+        return
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while (left := deadline - time.monotonic()) > 0:
+            if not selector.select(left):
+                return
+            data = os.read(child.stdout.fileno(), 1 << 16)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield _MESSAGE.decode(line)
+
+
+def _death(code: int | None, words: list[str]) -> str:
+    """How the child ended, and the last that it said."""
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return " ".join([f"the process died of {signal.Signals(-code).name}", *words])
+    return " ".join([f"the process ended with exit code {code}", *words])
+
+
+def _lost(task: Task, started: Started | None, cause: str) -> Outcome:
+    return Outcome(
+        case=started.case if started else "start",
+        operation=task.operation,
+        backend=task.backend,
+        kernel=started.kernel if started else None,
+        status="wrong",
+        reason=cause[:400],
+        features=started.features if started else (),
+        dtype=started.dtype if started else None,
+    )

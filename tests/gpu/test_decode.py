@@ -1,0 +1,74 @@
+"""A thousand decode steps on one pool of states, on every backend that decodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernelreg
+from kernelreg.gdn import fused_recurrent_gated_delta_rule
+from kernelreg.ops import operation_named
+from kernelreg.testing.plugin import Record
+from tests.gdn_cases import Call, expected, pool_call, relative
+
+SLOTS, BATCH, STEPS = 64, 16, 1000
+BACKENDS = ("torch", "fla", "flashinfer")
+
+
+def _step(step: int, slots: list[int], v_first: bool, raw: bool) -> Call:
+    call = pool_call(
+        [1] * BATCH,
+        slots,
+        pool=1,
+        packed=False,
+        H=4,
+        HV=8,
+        K=128,
+        V=128,
+        dtype=torch.bfloat16,
+        seed=step,
+        device="cuda",
+    )
+    if raw:
+        generator = torch.Generator().manual_seed(step)
+        call["g"] = torch.randn(call["g"].shape, generator=generator).to("cuda", torch.bfloat16)
+        call["beta"] = torch.randn(call["g"].shape, generator=generator).to("cuda", torch.bfloat16)
+        call |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        call |= {"A_log": torch.linspace(-1, 1, 8, device="cuda"), "dt_bias": torch.linspace(-2, 0, 8, device="cuda")}
+    return {**call, "state_v_first": v_first}
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["computed gates", "raw gates"])
+@pytest.mark.parametrize("v_first", [False, True], ids=["[K, V]", "[V, K]"])
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", [pytest.param(each, marks=pytest.mark.xdist_group(each)) for each in BACKENDS])
+def test_a_thousand_steps(backend: str, pool_dtype: torch.dtype, v_first: bool, raw: bool, record: Record) -> None:
+    form = "[V, K]" if v_first else "[K, V]"
+    name = f"decode, {STEPS} steps on {SLOTS} slots: {form} in {str(pool_dtype).removeprefix('torch.')}"
+    name += ", raw gates" if raw else ""
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.zeros(SLOTS, 8, 128, 128, dtype=pool_dtype, device="cuda")
+    exact = pool.double()
+    worst = 0.0
+    for step in range(STEPS):
+        slots = torch.randperm(SLOTS, generator=generator)[:BATCH]
+        slots[torch.rand(BATCH, generator=generator) < 0.2] = -1
+        call = _step(step, slots.tolist(), v_first, raw)
+        wanted, exact = expected({**call, "initial_state": exact})
+        before = pool.clone()
+        try:
+            with kernelreg.use(backend=backend), torch.no_grad():
+                o, _ = fused_recurrent_gated_delta_rule(**{**call, "initial_state": pool})
+        except kernelreg.NoBackendError as error:
+            rows = [each for each in error.resolution.candidates if each.backend == backend]
+            reasons = min((each.reasons for each in rows), key=len)
+            record(name, backend, "refused: " + "; ".join(map(str, reasons)))
+            return
+        others = torch.ones(SLOTS, dtype=torch.bool)
+        others[slots[slots >= 0]] = False
+        assert torch.equal(pool[others], before[others])
+        assert not o[slots < 0].any()
+        worst = max(worst, relative(o, wanted))
+    errors = worst, relative(pool, exact)
+    record(name, backend, " / ".join(f"{error:.1e}" for error in errors))
+    assert max(errors) <= operation_named("gdn.recurrent").tolerances["bfloat16"].forward

@@ -1,0 +1,263 @@
+"""The judge against backends that are wrong in every way, and ``kernelreg verify`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kernelreg
+from kernelreg.ops import operation_named
+from kernelreg.verify.cases import Case, cases
+from kernelreg.verify.judge import judge
+from tests.distributions import install
+from tests.machines import descriptor
+
+#: A backend whose function is the torch backend's, and then whatever FAULT does to it.
+ADAPTER = """
+import os, signal, sys, time
+import torch
+from kernelreg_backends.torch.adapter import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+def run(q, k, v, g, beta, **options):
+    fault = os.environ.get("FAULT", "")
+    edges = options.get("cu_seqlens")
+    kinds = ["dense"] if edges is None else ["varlen", str(edges.dtype)]
+    name, _, where = fault.partition("@")
+    bad = where in ("", *kinds)
+    if bad and name == "abort": os.abort()
+    if bad and name == "hang": time.sleep(600)
+    if bad and name == "exit": sys.exit(3)
+    if bad and name == "raises": raise RuntimeError("the library's own words")
+    if bad and name == "prints": print("noise " * 20000); os.write(1, b"noise")
+    function = fused_recurrent_gated_delta_rule if "state_indices" in options else chunk_gated_delta_rule
+    o, final = function(q, k, v, g, beta, **options)
+    if bad and name == "wrong": o = o * 1.05
+    if bad and name == "nan": o = o.clone(); o.view(-1)[:1] = float("nan")
+    if bad and name == "writes": v.zero_()
+    if bad and name == "overruns": q.as_strided((q.numel() + 8,), (1,), q.storage_offset())[-8:] = 1.0
+    if bad and name == "shape": o = o[:, :-1]
+    if bad and name == "dtype": o = o.float()
+    if bad and name == "keeps-state": final = None
+    if bad and name == "tail": o = torch.where(o == 0, 1e-30, o)
+    if bad and name == "varies": o = o + 1e-3 * torch.rand(())
+    if bad and name == "slot" and "state_indices" in options: options["initial_state"][11] += 1
+    return o, final
+"""
+FEATURES = sorted(operation_named("gdn").features - {"capture", "capture-varlen", "deterministic"})
+
+
+DESCRIPTOR = f"""
+schema = 1
+name = "acme"
+adapter = "acme_adapter"
+accepts = {{ features = {json.dumps(FEATURES)} }}
+
+[[kernel]]
+operation = "gdn.chunk"
+name = "only"
+function = "run"
+
+[[kernel]]
+operation = "gdn.recurrent"
+name = "decode"
+function = "run"
+"""
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Registers ``acme`` and gives the function that makes it faulty."""
+    (tmp_path / "acme_adapter.py").write_text(ADAPTER)
+    (tmp_path / "backend.toml").write_text(DESCRIPTOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("acme_adapter", None)
+    undo = kernelreg.register(tmp_path / "backend.toml")
+    yield lambda fault: monkeypatch.setenv("FAULT", fault)
+    undo()
+
+
+def case(name: str, operation: str = "gdn.chunk") -> Case:
+    return next(each for each in cases(operation, "small") if each.name == name)
+
+
+def test_a_right_backend_is_right_or_refuses_with_a_reason(backend: Any) -> None:
+    outcomes = [judge(each, "acme", "cpu") for name in ("gdn.chunk", "gdn.recurrent") for each in cases(name, "small")]
+    assert {each.status for each in outcomes} == {"right", "refused", "not here"}
+    refused = {each.case: each.reason for each in outcomes if each.status == "refused"}
+    assert refused == {
+        "deterministic": "feature: deterministic: not supported",
+        "gradients, deterministic": "feature: deterministic: not supported",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "told"),
+    [
+        ("wrong", "dense", "o is 5.0e-02 off, allowed 9.8e-03"),
+        ("nan", "dense", "o has NaN"),
+        ("raises", "dense", "unexplained RuntimeError: the library's own words"),
+        ("writes", "dense", "wrote into or around v"),
+        ("overruns", "dense", "wrote into or around q"),
+        ("shape", "dense", r"the output is torch.bfloat16 \[2, 89, 4, 32\]"),
+        ("dtype", "dense", "the output is torch.float32"),
+        ("keeps-state", "dense", "a final state was not given"),
+        ("tail", "tokens behind the last sequence", "tokens behind the last sequence are not zero"),
+        ("wrong", "gradients", "o is 5.0e-02 off"),
+    ],
+)
+def test_each_fault_is_seen(backend: Any, fault: str, name: str, told: str) -> None:
+    backend(fault)
+    outcome = judge(case(name), "acme", "cpu")
+    assert outcome.status == "wrong"
+    assert outcome.reason is not None
+    assert re.search(told, outcome.reason), outcome.reason
+
+
+def test_a_write_to_a_slot_of_no_sequence_is_seen(backend: Any) -> None:
+    backend("slot")
+    outcome = judge(case("pool, float32, with padding", "gdn.recurrent"), "acme", "cpu")
+    assert (outcome.status, outcome.reason) == ("wrong", "wrote into or around initial_state")
+
+
+def test_two_results_that_differ_are_seen(backend: Any) -> None:
+    backend("varies")
+    accepts = {"features": [*FEATURES, "deterministic"]}
+    undo = kernelreg.register(descriptor("dice", adapter="acme_adapter", kernel={"accepts": accepts}))
+    outcome = judge(case("deterministic"), "dice", "cpu")
+    undo()
+    assert (outcome.status, outcome.reason) == ("wrong", "two calls on the same data differ")
+
+
+def test_draws_are_the_same_for_a_seed_and_cover_the_contract() -> None:
+    for operation in ("gdn.chunk", "gdn.recurrent"):
+        drawn = cases(operation, "small", draws=200)[-200:]
+        assert drawn == cases(operation, "small", draws=200)[-200:]
+        assert drawn != cases(operation, "small", draws=200, seed=7)[-200:]
+        for field in ("packed", "behind", "int32", "state", "final", "sliced", "raw", "strong", "state_v_first"):
+            assert len({getattr(each, field) for each in drawn}) > 1, field
+        assert any(0 in each.lengths for each in drawn)
+    assert {len(each.accepted) > 0 for each in drawn} == {True, False}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def verify(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command line on a machine with the backend ``acme`` installed."""
+    site = tmp_path / "site"
+    install(
+        site,
+        "acme",
+        entry_points={"acme": "acme_gdn"},
+        files={"acme_gdn/__init__.py": "", "acme_gdn/backend.toml": DESCRIPTOR, "acme_adapter.py": ADAPTER},
+    )
+
+    def run(*words: str, fault: str = "", state: str = "state") -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KERNELREG_")}
+        environment |= {"PYTHONPATH": str(site), "XDG_STATE_HOME": str(tmp_path / state), "FAULT": fault}
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "kernelreg", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    return run
+
+
+def test_a_right_machine_is_ok(verify: Any) -> None:
+    done = verify("verify", "--backend", "acme", "--json", fault="prints")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["ok"]) == (0, True), done.stderr
+    assert {each["status"] for each in report["outcomes"]} == {"right", "refused", "not here"}
+    assert {each["backend"] for each in report["outcomes"]} == {"acme"}
+    assert verify("resolve", "gdn", "--json").stdout.count("quarantined") == 0
+
+
+def test_a_wrong_kernel_is_not_chosen_again_for_such_calls(verify: Any) -> None:
+    done = verify("verify", "gdn", "--backend", "acme", fault="wrong@varlen")
+    assert done.returncode == 1
+    assert "gdn.chunk acme only, varlen: o is 5.0e-02 off, allowed 9.8e-03" in " ".join(done.stdout.split())
+    words = ("resolve", "gdn", "--json", "--dtype", "bfloat16")
+    used = "varlen,initial-state,final-state,grouped-value-heads,qk-l2norm"
+    rows = json.loads(verify(*words, "--features", used).stdout)["candidates"]
+    (row,) = (each for each in rows if each["backend"] == "acme")
+    assert row["reasons"][0]["code"] == "quarantined"
+    assert "'varlen'" in row["reasons"][0]["actual"]
+    assert row["reasons"][0]["fix"] == "python -m kernelreg verify gdn.chunk --backend acme"
+    assert "quarantined" not in verify(*words, "--features", "initial-state").stdout  # dense calls were right
+    assert verify("verify", "--forget").stdout == "forgotten\n"
+    assert "quarantined" not in verify(*words, "--features", used).stdout
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("abort@torch.int32", "the process died of SIGABRT"), ("exit@torch.int32", "exit code 3")],
+)
+def test_a_crash_costs_its_cases_alone(verify: Any, fault: str, told: str) -> None:
+    report = json.loads(verify("verify", "gdn", "--backend", "acme", "--json", fault=fault).stdout)
+    wrong = {each["case"]: each["reason"] for each in report["outcomes"] if each["status"] == "wrong"}
+    assert wrong
+    assert all(told in reason for reason in wrong.values()), wrong
+    assert "varlen, int32" in wrong
+    right = [each["case"] for each in report["outcomes"] if each["status"] == "right"]
+    assert {"dense", "scale = 0.0", "gradients"} <= set(right)  # cases after the first crash, too
+
+
+def test_a_hang_is_ended_and_named(verify: Any) -> None:
+    done = verify("verify", "gdn", "--backend", "acme", "--limit", "20", "--json", fault="hang@varlen")
+    last = json.loads(done.stdout)["outcomes"][-1]
+    assert (last["case"], last["status"], last["reason"]) == ("varlen", "wrong", "not done after 20 s")
+
+
+def test_an_asked_for_backend_that_cannot_run_is_not_ok(verify: Any) -> None:
+    done = verify("verify", "gdn", "--backend", "flash_qla")
+    assert done.returncode == 1
+    assert "gdn.chunk flash_qla cannot run here: " in done.stdout
+    assert "not ok: nothing could run" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("gdnn",), "did you mean 'gdn'"),
+        (("--backend", "acm"), "did you mean 'acme'"),
+        (("--facts", "x.json"), "verify runs kernels on this machine"),
+        (("--limit", "soon"), "--limit"),
+    ],
+)
+def test_wrong_words_are_usage_errors(verify: Any, words: tuple[str, ...], told: str) -> None:
+    done = verify("verify", *words)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_record_is_said_and_costs_nothing(verify: Any, tmp_path: Path) -> None:
+    verify("verify", "gdn.chunk", "--backend", "torch")
+    (record,) = (tmp_path / "state" / "kernelreg" / "verified").iterdir()
+    record.write_text("{")
+    done = verify("resolve", "gdn")
+    assert done.returncode == 0
+    assert "results of kernelreg verify are left out" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert verify("verify", "gdn.chunk", "--backend", "torch").returncode == 0  # and the next run replaces it
+    assert verify("resolve", "gdn").stderr == ""
+
+
+def test_results_that_cannot_be_kept_are_still_shown(verify: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = verify("verify", "gdn.chunk", "--backend", "torch", state="file")
+    assert done.returncode == 0
+    assert "the results are not kept" in done.stderr
