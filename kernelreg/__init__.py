@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kernelreg._version import __version__
 
 if TYPE_CHECKING:
-    from kernelreg.api import facts, make_policy, on_resolve, refresh, register, resolve, use
+    from kernelreg.api import facts, make_policy, on_resolve, refresh, register, resolve, resolve_together, use
     from kernelreg.call import Call
     from kernelreg.descriptor import Descriptor
     from kernelreg.errors import (
@@ -28,9 +28,19 @@ if TYPE_CHECKING:
     from kernelreg.reasons import Reason, ReasonCode
     from kernelreg.resolution import Resolution
     from kernelreg.resolver import Candidate
+    from kernelreg.together import JointResolution
 
 _HOME = {
-    "kernelreg.api": ("facts", "make_policy", "on_resolve", "refresh", "register", "resolve", "use"),
+    "kernelreg.api": (
+        "facts",
+        "make_policy",
+        "on_resolve",
+        "refresh",
+        "register",
+        "resolve",
+        "resolve_together",
+        "use",
+    ),
     "kernelreg.call": ("Call",),
     "kernelreg.descriptor": ("Descriptor",),
     "kernelreg.errors": (
@@ -47,6 +57,7 @@ _HOME = {
     "kernelreg.reasons": ("Reason", "ReasonCode"),
     "kernelreg.resolution": ("Resolution",),
     "kernelreg.resolver": ("Candidate",),
+    "kernelreg.together": ("JointResolution",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -60,6 +71,7 @@ __all__ = [
     "DescriptorError",
     "Facts",
     "FactsError",
+    "JointResolution",
     "KernelregError",
     "NoBackendError",
     "Policy",
@@ -73,6 +85,7 @@ __all__ = [
     "refresh",
     "register",
     "resolve",
+    "resolve_together",
     "use",
 ]
 

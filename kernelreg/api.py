@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kernelreg import policy as policies
-from kernelreg.call import make_call
+from kernelreg.call import STATES, make_call
 from kernelreg.descriptor import Descriptor, load_descriptor, make_descriptor
-from kernelreg.errors import ConfigurationError
+from kernelreg.errors import ConfigurationError, unknown_name
 from kernelreg.machine import Facts
+from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
 from kernelreg.registry import Backend
 from kernelreg.resolution import Resolution
 from kernelreg.session import Observer, overriding, session
+from kernelreg.together import JointResolution
 
 
 def resolve(
@@ -80,6 +82,51 @@ def resolve(
 
     call = call_like(operation, like)
     return session.resolve(call, facts=session.facts_seeing(call.device) if facts is None else facts, policy=policy)
+
+
+def resolve_together(
+    operations: Sequence[str] = ("gdn.chunk", "gdn.recurrent"),
+    *,
+    device: object = None,
+    facts: Facts | str | os.PathLike[str] | None = None,
+    policy: Policy | None = None,
+    features: Mapping[str, Iterable[str]] | None = None,
+    **options: Any,
+) -> JointResolution:
+    """The best kernels for operations that hand each other a state: one layout and one dtype that all of them take.
+
+    float32 states are chosen before bfloat16 ones, and then the faster kernels; ``state_dtype=`` and the feature
+    ``state-v-first`` say what is not to be chosen.
+
+    Args:
+        operations: two or more; prefill and decode when not given.
+        device, facts, policy: as :func:`resolve` takes them.
+        features: what each operation's calls use, by operation. One that is not named, or whose features say nothing
+            of states, takes an initial state and gives a final one.
+        options: ``dtype``, ``gate_dtype``, ``state_dtype``, ``head_dim_k``, ``head_dim_v``, ``heads`` and
+            ``value_heads`` of all calls, as :func:`resolve` takes them.
+
+    Raises:
+        NoBackendError: an operation has no kernel on any form of the state; the message has all reasons.
+        ConfigurationError: an override or an argument names something unknown.
+    """
+    if facts is not None and not isinstance(facts, Facts):
+        facts = Facts.load(facts)
+    known = session.facts() if facts is None else facts
+    place = session.default_device(known) if device is None else session.named_device(str(device), known)
+    said = {operation_named(name).name: frozenset(each) for name, each in (features or {}).items()}
+    names = list(dict.fromkeys(operation_named(name).name for name in operations))
+    if len(names) < 2:
+        raise ConfigurationError(f"resolve_together({list(operations)}); accepted: two operations or more")
+    for name in said:
+        if name not in names:
+            raise ConfigurationError(unknown_name("operation in features", name, names))
+    calls = []
+    for name in names:
+        uses = said.get(name, frozenset())
+        uses = uses if uses & STATES else uses | {"initial-state", "final-state"}
+        calls.append(make_call(name, place, features=uses, **options))
+    return session.resolve_together(calls, facts=known, policy=policy)
 
 
 def facts() -> Facts:

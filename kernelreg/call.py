@@ -17,6 +17,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: The types of device that torch has a name for, of those that anyone runs these kernels on.
 DEVICE_TYPES = ("cpu", "cuda", "hpu", "meta", "mps", "mtia", "musa", "npu", "privateuseone", "xla", "xpu")
 _DEVICE = re.compile(r"^[a-z]+(:\d{1,4})?$")
+#: The features that say what a call does with states.
+STATES = frozenset({"initial-state", "final-state", "state-pool"})
 _SIZES = ("head_dim_k", "head_dim_v", "heads", "value_heads", "tokens", "sequences")
 
 
@@ -50,6 +52,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __str__(self) -> str:
         said = [f"{name}={value}" for name, value in self._said()]
         return ", ".join([*said, *sorted(self.features)]) or "anything"
+
+    @property
+    def state_layout(self) -> str | None:
+        """``v-first`` or ``k-first``, as the call's states lie; None where it has none."""
+        if "state-v-first" in self.features:
+            return "v-first"
+        return "k-first" if self.features & STATES else None
 
     def _said(self) -> Iterable[tuple[str, object]]:
         for name in self.__struct_fields__[2:-1]:

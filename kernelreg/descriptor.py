@@ -18,6 +18,7 @@ from kernelreg.versions import BUILDS, parse_range
 
 DeviceType: TypeAlias = Literal["cuda", "rocm", "xpu", "mps", "cpu", "any"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
+Layout: TypeAlias = Literal["k-first", "v-first"]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -146,6 +147,10 @@ class Accepts(_Table, frozen=True, kw_only=True):
     """Which calls a kernel takes. What is not named is not limited, but a feature that is not named is not there.
 
     The backend's own table holds for each of its kernels, key by key, unless the kernel's says otherwise.
+
+    Attributes:
+        state_layout: ``k-first`` for states ``[K, V]``, ``v-first`` for ``[V, K]`` (also the feature
+            ``state-v-first``); both where it is not said.
     """
 
     dtype: tuple[Dtype, ...] | None = None
@@ -157,6 +162,7 @@ class Accepts(_Table, frozen=True, kw_only=True):
     value_heads: Sizes | None = None
     tokens: Sizes | None = None
     sequences: Sizes | None = None
+    state_layout: tuple[Layout, ...] | None = None
     features: tuple[str, ...] | None = None
     source: dict[str, Text] = {}
 
@@ -182,6 +188,8 @@ class When(_Table, frozen=True, kw_only=True):
     features: tuple[str, ...] = ()
     dtype: tuple[Dtype, ...] | None = None
     tokens: Span | None = None
+    sequences: Span | None = None
+    value_heads: Span | None = None
 
     def __post_init__(self) -> None:
         _check_ranges(self, self.packages, {})
@@ -237,13 +245,21 @@ class Kernel(_Table, frozen=True, kw_only=True):
 
 
 class Descriptor(_Table, frozen=True, kw_only=True):
-    """A backend as data."""
+    """A backend as data.
+
+    Attributes:
+        adapter: the module that has the kernels' functions; imported when one of them is chosen.
+        homepage: where the library is described.
+        install: the command that installs it.
+        bridges: what the adapter does in the library's place, so that the contract holds, with its cost.
+    """
 
     schema: Literal[1]
     name: str
     adapter: str
     homepage: str | None = None
     install: str | None = None
+    bridges: dict[str, Text] = {}
     requires: Requires = Requires()
     accepts: Accepts = Accepts()
     kernel: tuple[Kernel, ...] = ()

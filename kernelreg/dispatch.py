@@ -83,5 +83,5 @@ def _buckets(registry: Registry, operation: str) -> tuple[Buckets, Buckets]:
         conditions = [entry.when for entry in backend.descriptor.known_bad]
         conditions += [preference.when for preference in kernel.preference]
         tokens += [kernel.accepts.tokens, *(when.tokens for when in conditions)]
-        sequences.append(kernel.accepts.sequences)
+        sequences += [kernel.accepts.sequences, *(when.sequences for when in conditions)]
     return Buckets(tokens), Buckets(sequences)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -27,6 +27,7 @@ from kernelreg.reasons import Reason
 from kernelreg.registry import Backend, Registry, discover
 from kernelreg.resolution import Resolution
 from kernelreg.resolver import Decision, decide
+from kernelreg.together import JointResolution, decide_together
 from kernelreg.verify.records import load_record
 
 Observer = Callable[[Resolution], object]
@@ -194,16 +195,33 @@ class Session:
         wanted = self.policy() if policy is None else policy
         registry = self.registry()
         decision = decide(registry, known, call, wanted, self.ruled_out, self.findings(known))
-
-        def load(decided: Decision) -> tuple[Decision, Callable[..., object]]:
-            return self.load(decided, known)
-
-        resolution = Resolution(decision, load)
-        announce(decision, registry, known)
-        for observer in self.observers:
-            observer(resolution)
+        resolution = self._resolution(decision, registry, known)
         if decision.backend is None:
             raise NoBackendError(resolution.explain(), resolution)
+        return resolution
+
+    def resolve_together(self, calls: Sequence[Call], *, facts: Facts, policy: Policy | None = None) -> JointResolution:
+        """Decide several calls on one state, tell the log and the observers.
+
+        Raises:
+            NoBackendError: an operation has no kernel on any form of the state.
+        """
+        wanted = self.policy() if policy is None else policy
+        registry = self.registry()
+        joint = decide_together(registry, facts, calls, wanted, self.ruled_out, self.findings(facts))
+        resolutions = [self._resolution(each, registry, facts) for each in joint.decisions]
+        found = JointResolution(joint, resolutions)
+        for each in resolutions:
+            if each.backend is None:
+                raise NoBackendError(found.explain(), each)
+        return found
+
+    def _resolution(self, decision: Decision, registry: Registry, facts: Facts) -> Resolution:
+        """A decision with the means to load it, told to the log and the observers."""
+        resolution = Resolution(decision, lambda decided: self.load(decided, facts))
+        announce(decision, registry, facts)
+        for observer in self.observers:
+            observer(resolution)
         return resolution
 
     def load(self, decision: Decision, facts: Facts) -> tuple[Decision, Callable[..., object]]:

@@ -32,6 +32,10 @@ def call_reasons(accepts: Accepts, call: Call) -> list[Reason]:
             reasons.append(_reason(code, name, str(sizes), str(size), accepts))
         if isinstance(sizes, tuple) and size not in sizes:
             reasons.append(_reason(code, name, " or ".join(map(str, sizes)), str(size), accepts))
+    layout = call.state_layout
+    if accepts.state_layout is not None and layout is not None and layout not in accepts.state_layout:
+        required = " or ".join(accepts.state_layout)
+        reasons.append(_reason(ReasonCode.LAYOUT, "state_layout", required, layout, accepts))
     url = accepts.source.get("features")
     for feature in sorted(call.features.difference(accepts.features or ())):
         reasons.append(Reason(code=ReasonCode.FEATURE, subject=feature, actual="not supported", url=url))

@@ -27,6 +27,10 @@ def holds(when: When, kernel: str, facts: Facts, call: Call, *, unknown: bool = 
         return False
     if when.tokens is not None and not when.tokens.holds(call.tokens):
         return False
+    # Tokens that nobody counts are many; of other sizes nothing is assumed.
+    sizes = ((when.sequences, call.sequences), (when.value_heads, call.value_heads))
+    if any(span is not None and (size is None or not span.holds(size)) for span, size in sizes):
+        return False
     if when.device != "any" and (device is None or device.type != when.device):
         return False
     if when.compute_capability is not None:
