@@ -190,7 +190,7 @@ def test_a_path_that_is_no_unicode_can_still_be_saved(tmp_path: Path) -> None:
 def test_detection_imports_neither_torch_nor_a_kernel_library() -> None:
     code = (
         "import sys, kernelreg; facts = kernelreg.facts(); facts.to_json(); "
-        "watched = {'torch', 'triton', 'fla', 'flash_qla', 'tilelang', 'kernelreg_backends', 'numpy'}; "
+        "watched = {'torch', 'triton', 'fla', 'flash_qla', 'flashinfer', 'tilelang', 'kernelreg_backends', 'numpy'}; "
         "print(sorted(watched & {name.partition('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

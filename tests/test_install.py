@@ -53,7 +53,7 @@ def test_both_distributions_hold_every_descriptor(distributions: dict[str, Path]
     wheel = set(zipfile.ZipFile(distributions["wheel"]).namelist())
     with tarfile.open(distributions["sdist"]) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}
-    for name in ("torch", "fla", "flash_qla"):
+    for name in ("torch", "fla", "flash_qla", "flashinfer"):
         assert f"kernelreg_backends/{name}/backend.toml" in wheel
         assert f"backends/{name}/backend.toml" in sdist
     assert {"kernelreg/py.typed", "kernelreg_backends/py.typed"} <= wheel
@@ -82,5 +82,5 @@ def test_without_torch_it_imports_explains_and_diagnoses(bare: Path, tmp_path: P
     told = run(bare, "-m", "kernelreg", "resolve", "gdn", "--facts", FACTS / "h200.json", cwd=tmp_path)
     assert told.startswith("gdn.chunk on cuda:0: flash_qla sm90")
     listed = json.loads(run(bare, "-m", "kernelreg", "backends", "--json", cwd=tmp_path))
-    assert [each["name"] for each in listed["backends"]] == ["fla", "flash_qla", "torch"]
+    assert [each["name"] for each in listed["backends"]] == ["fla", "flash_qla", "flashinfer", "torch"]
     assert run(bare.with_name("kernelreg"), "--version").startswith("kernelreg ")

@@ -225,7 +225,10 @@ def test_a_better_kernel_that_is_installed_but_unusable_is_warned_of_once(
 
 def test_a_backend_is_warned_of_by_its_best_row_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="kernelreg"):
-        assert decided(machine("h200", packages={"flash-qla": None}), features={"backward"}).backend == "torch"
+        assert (
+            decided(machine("h200", packages={"flash-qla": None, "tilelang": None}), features={"backward"}).backend
+            == "torch"
+        )
     (line,) = [record.message for record in caplog.records]
     assert "fla triton is installed" in line
     assert 'fix: pip install "triton>=3.7.1"' in line

@@ -16,7 +16,7 @@ from kernelreg.session import Session, session
 from tests import machines
 from tests.distributions import install
 
-BUILT_IN = ("fla", "flash_qla", "torch")
+BUILT_IN = ("fla", "flash_qla", "flashinfer", "torch")
 
 
 def toml(name: str, extra: str = "") -> str:

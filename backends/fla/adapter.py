@@ -1,8 +1,5 @@
-"""flash-linear-attention under the GDN contract, from 0.3.2 on.
-
-Bridged here, with their cost: empty sequences, T = 0 and tokens behind the last sequence (a host read of
-``cu_seqlens`` per batch), ``[V, K]`` states before 0.4.2 (a transposed copy), raw gates (one elementwise pass), pools
-of states (a copy each way; with a slot for every token one launch per token).
+"""flash-linear-attention under the GDN contract, from 0.3.2 on. What is bridged, and at what cost: ``[bridges]`` in
+backend.toml.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from kernelreg.ops.gdn_arguments import activate_gates
 
 from .._packed import run_clean
 from .._pool import on_pool
-from .library import CHUNK_WORDS, RECURRENT_WORDS, chunk, recurrent
+from .library import CHUNK_WORDS, RECURRENT_WORDS, chunk, chunk_with_tilelang, recurrent
 
 
 def chunk_gated_delta_rule(
@@ -24,6 +21,13 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """``gdn.chunk``: see :func:`kernelreg.gdn.chunk_gated_delta_rule`."""
     return _run(chunk, CHUNK_WORDS, q, k, v, g, beta, **options)
+
+
+def chunk_gated_delta_rule_tilelang(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """``gdn.chunk`` with FLA's TileLang kernel in the backward."""
+    return _run(chunk_with_tilelang(), CHUNK_WORDS, q, k, v, g, beta, **options)
 
 
 def fused_recurrent_gated_delta_rule(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,8 @@ from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as _public
 DISPATCHED = ("chunk_gated_delta_rule_fwd_h", "chunk_bwd_dqkwg")
 
 
-def _private_copy(module: ModuleType) -> ModuleType:
+def _private_copy(module: ModuleType, **instead: Callable[..., Any]) -> ModuleType:
+    """The module with undispatched functions, and others ``instead`` of some of those."""
     spec = importlib.util.spec_from_file_location("kernelreg_backends.fla._chunk", module.__file__)
     if spec is None or spec.loader is None:
         raise ImportError(f"{module.__name__} has no source file to load a private copy from")
@@ -30,7 +32,7 @@ def _private_copy(module: ModuleType) -> ModuleType:
     for name in DISPATCHED:
         if not hasattr(copy, name):
             raise ImportError(f"{module.__name__} of this release has no {name}: its dispatch cannot be bypassed")
-        setattr(copy, name, inspect.unwrap(getattr(copy, name)))
+        setattr(copy, name, instead.get(name) or inspect.unwrap(getattr(copy, name)))
     return copy
 
 
@@ -45,5 +47,20 @@ _raw_recurrent = inspect.unwrap(_public_recurrent)
 #: The undispatched functions; FLA too keeps them out of torch.compile's traces.
 chunk: Callable[..., Any] = torch.compiler.disable(_raw_chunk)  # type: ignore[no-untyped-call]
 recurrent: Callable[..., Any] = torch.compiler.disable(_raw_recurrent)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=1)
+def chunk_with_tilelang() -> Callable[..., Any]:
+    """FLA's chunk kernels with its TileLang kernel for the one part of the backward that Triton miscompiles on Hopper.
+
+    Imports TileLang.
+    """
+    from fla.ops.common.backends.tilelang.chunk_bwd import chunk_bwd_dqkwg_tilelang
+
+    copy = _private_copy(_public_chunk_module, chunk_bwd_dqkwg=chunk_bwd_dqkwg_tilelang)
+    run: Callable[..., Any] = torch.compiler.disable(inspect.unwrap(copy.chunk_gated_delta_rule))  # type: ignore[no-untyped-call]
+    return run
+
+
 CHUNK_WORDS = _words(_raw_chunk)
 RECURRENT_WORDS = _words(_raw_recurrent)

@@ -1,9 +1,4 @@
-"""FlashQLA under the GDN contract, from 0.1.1 on.
-
-Bridged here, with their cost: empty sequences, T = 0 and tokens behind the last sequence (a host read of
-``cu_seqlens`` per batch), ``scale=0.0``, which its kernels take for "not given" (one pass over q), beta in half
-precision (one cast), raw gates (one elementwise pass).
-"""
+"""FlashQLA under the GDN contract, from 0.1.1 on. What is bridged, and at what cost: ``[bridges]`` in backend.toml."""
 
 from __future__ import annotations
 

@@ -94,6 +94,8 @@ def _show(
         descriptor = backend.descriptor
         out.print(f"{backend.name}  {descriptor.homepage or ''}".rstrip(), style="bold")
         out.print(f"  from {backend.origin}; {len(descriptor.known_bad)} known faults", style="dim")
+        for what, how in descriptor.bridges.items():
+            out.print(f"  bridges {what}: {how}", style="dim")
         table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
         for title in ("operation", "kernel", "needs", "validated on", f"on {device}"):
             table.add_column(title, overflow="fold")
