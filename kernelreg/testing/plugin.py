@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The plugin's options."""
     group = parser.getgroup("kernelreg")
     group.addoption("--backend", action="append", metavar="NAME", help="judge this backend; may be repeated")
+    group.addoption("--sizes", help="the head shapes to use: real, small or ungrouped; by the device if not given")
     group.addoption("--draws", type=int, default=20, help="how many calls of each operation to draw at random")
     group.addoption("--seed", type=int, default=0, help="of the draws")
     group.addoption("--evidence", metavar="FILE", help="write what the tests recorded to this file, as a table")
@@ -42,7 +44,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     option = metafunc.config.getoption
     device = getattr(metafunc.module, "DEVICE", None) or session.default_device(kernelreg.facts())
-    sizes = getattr(metafunc.module, "SIZES", "small" if device == "cpu" else "real")
+    fitting = "small" if device == "cpu" else "real"
+    sizes = option("--sizes") or getattr(metafunc.module, "SIZES", fitting)
     registry = session.registry()
     backends = option("--backend") or getattr(metafunc.module, "BACKENDS", registry.names())
     rows = [
@@ -71,6 +74,8 @@ def record(request: pytest.FixtureRequest) -> Record:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Write the evidence file."""
     path = config.getoption("--evidence")
+    if hasattr(config, "workerinput"):  # one of pytest-xdist's, which sees a part of the tests
+        return
     reports = {name: terminalreporter.getreports(name) for name in ("passed", "failed")}
     done = [report for name in ("passed", "failed") for report in reports[name] if report.when == "call"]
     rows = [value for report in done for name, value in report.user_properties if name == "evidence"]
@@ -93,7 +98,7 @@ def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed:
     results = {(case, backend): result for case, backend, result in rows}
     told = [result for _, _, result in rows]
     refused = sum(result.startswith("refused") for result in told)
-    return [
+    lines = [
         f"# GDN kernels under the contract, {datetime.date.today().isoformat()}",
         "",
         f"Made by `{command}`.",
@@ -104,14 +109,31 @@ def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed:
         f"{tests} tests, {failed} failed; {len(told) - refused} right or as it should be, {refused} refused with a "
         "reason. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states / gradients of q, k, "
         "v, g, beta and the initial state.",
-        "",
-        "| case | " + " | ".join(backends) + " |",
-        "|---" * (len(backends) + 1) + "|",
-        *(
-            f"| {case} | " + " | ".join(results.get((case, each), "–").replace("|", "/") for each in backends) + " |"
-            for case in dict.fromkeys(case for case, _, _ in rows)
-        ),
     ]
+    titles = dict.fromkeys(case.partition(": ")[0] for case in _in_order(case for case, _, _ in rows))
+    for title in titles:
+        mine = {case: case.partition(": ")[2] for case, _, _ in rows if case.partition(": ")[0] == title}
+        there = [each for each in backends if any((case, each) in results for case in mine)]
+        lines += ["", f"## {title}", "", f"| case | {' | '.join(there)} |", "|---" * (len(there) + 1) + "|"]
+        for case in _in_order(mine):
+            cells = (results.get((case, each), "–").replace("|", "/") for each in there)
+            lines.append(f"| {mine[case]} | {' | '.join(cells)} |")
+    return lines
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Cases as the suite lists them, then the others by name: tests in several processes report in any order."""
+    from kernelreg.ops import operations
+    from kernelreg.verify.cases import cases
+
+    known = [f"{each.name}: {case.name}" for each in operations() for case in cases(each.name, "real")]
+    place = {name: number for number, name in enumerate(known)}
+    return sorted(dict.fromkeys(names), key=lambda name: (place.get(name, len(known)), _natural(name)))
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """A sorting key under which numbers come in their own order."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", text)]
 
 
 def _id(case: Case, backend: str) -> str:

@@ -31,9 +31,11 @@ class Sizes(msgspec.Struct, frozen=True):
     other_dims: tuple[tuple[int, int], ...]
 
 
-#: ``real`` is a layer's head size on an accelerator; ``small`` is for CPUs and interpreters.
+#: ``real`` is a layer's head shape on an accelerator, ``ungrouped`` the same for kernels that know no grouped heads;
+#: ``small`` is for CPUs and interpreters.
 SIZES = {
     "real": Sizes(4, 8, 128, 300, ((64, 64), (256, 256), (128, 64))),
+    "ungrouped": Sizes(4, 4, 128, 300, ((64, 64), (256, 256), (128, 64))),
     "small": Sizes(2, 4, 32, 90, ((16, 16), (24, 40))),
 }
 
@@ -90,7 +92,7 @@ def cases(operation: str, sizes: str, *, draws: int = 0, seed: int = 0, quick: b
 
     Args:
         operation: its name or alias.
-        sizes: ``real`` or ``small``.
+        sizes: ``real``, ``ungrouped`` or ``small``.
         draws: how many more to draw at random.
         seed: of the draws.
         quick: only those that need no kernel beyond the first few compiled ones.
@@ -195,6 +197,10 @@ class _Maker:
         yield case("pool, padding alone", ones, slots=(-1, -1, -1, -1))
         yield case("pool, raw gates", ones, slots=slots, raw=("gate", "beta"))
         yield case("pool, raw gates, state_v_first", ones, slots=slots, raw=("gate", "beta"), state_v_first=True)
+        half = {"g": "bfloat16", "beta": "bfloat16"}
+        layer: dict[str, Any] = {"raw": ("gate", "beta"), "cast": half, "state_v_first": True}
+        yield case("pool, raw gates in bfloat16, state_v_first", ones, slots=slots, **layer)
+        yield case("pool, raw gates in bfloat16, state_v_first, CUDA graph", ones, slots=slots, capture=True, **layer)
         yield case("pool, three tokens a sequence", (3, 3, 3, 3), slots=slots, state_v_first=True)
         yield case("pool, packed, with gaps", (2, 0, 1, 3), packed=True, behind=2, slots=slots)
         for form in ("", ", state_v_first"):
@@ -203,7 +209,11 @@ class _Maker:
             yield case(f"verification, accepted tokens{form}", (3,) * 4, slots=verify, accepted=(3, 1, 2, 2), **turned)
         yield case("verification, packed", (3, 0, 1, 2), packed=True, slots=verify, accepted=(3, 1, 2, 2))
         yield case("pool, CUDA graph", ones, slots=slots, capture=True, state_v_first=True)
-        yield case("a slot that the pool does not have", ones, slots=(5, 40, 0, 7), broken="slots")
+        strange = (5, 40, 0, 7)
+        yield case("a slot that the pool does not have", ones, slots=strange, broken="slots")
+        yield case(
+            "a slot that the pool does not have, raw gates in bfloat16", ones, slots=strange, broken="slots", **layer
+        )
 
 
 def _drawn(operation: str, sizes: Sizes, seed: int) -> Case:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -38,13 +40,16 @@ def _step(step: int, slots: list[int], v_first: bool, raw: bool) -> Call:
     return {**call, "state_v_first": v_first}
 
 
-@pytest.mark.parametrize("raw", [False, True], ids=["computed gates", "raw gates"])
-@pytest.mark.parametrize("v_first", [False, True], ids=["[K, V]", "[V, K]"])
-@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", [pytest.param(each, marks=pytest.mark.xdist_group(each)) for each in BACKENDS])
+FORMS = [
+    pytest.param(*form, marks=pytest.mark.xdist_group(f"decode {form[:3]}"))
+    for form in product(BACKENDS, (torch.float32, torch.bfloat16), (False, True), (False, True))
+]
+
+
+@pytest.mark.parametrize(("backend", "pool_dtype", "v_first", "raw"), FORMS)
 def test_a_thousand_steps(backend: str, pool_dtype: torch.dtype, v_first: bool, raw: bool, record: Record) -> None:
     form = "[V, K]" if v_first else "[K, V]"
-    name = f"decode, {STEPS} steps on {SLOTS} slots: {form} in {str(pool_dtype).removeprefix('torch.')}"
+    name = f"decode, {STEPS} steps on {SLOTS} slots: pool {form} in {str(pool_dtype).removeprefix('torch.')}"
     name += ", raw gates" if raw else ""
     generator = torch.Generator().manual_seed(0)
     pool = torch.zeros(SLOTS, 8, 128, 128, dtype=pool_dtype, device="cuda")

@@ -98,5 +98,5 @@ def test_why_flash_qla_refuses_bfloat16_gates(record: Record) -> None:
     with torch.no_grad():
         o, _ = flash_qla.chunk_gated_delta_rule(**call, scale=128**-0.5)
     error = relative(o, expected(call)[0])
-    record("g in bfloat16, given to the bare library", "flash_qla", f"{error:.1e}")
+    record("hazard: (g in bfloat16, given to the bare library)", "flash_qla", f"{error:.1e}")
     assert error > operation_named("gdn").tolerances["bfloat16"].forward

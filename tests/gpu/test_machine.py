@@ -22,7 +22,7 @@ def test_facts_agree_with_torch(record: Record) -> None:
         assert device.multiprocessors == properties.multi_processor_count
         assert device.name == properties.name
     assert not facts.problems
-    record("facts agree with torch", "all", "yes")
+    record("machine: facts agree with torch", "all", "yes")
 
 
 def test_the_driver_tells_the_same_devices_as_nvml() -> None:
@@ -65,4 +65,4 @@ def test_cuda_works_in_a_fork_after_detection(record: Record) -> None:
     parent.start()
     assert queue.get(timeout=240) == 4.0
     parent.join(60)
-    record("CUDA in a forked child after facts and resolve", "all", "works")
+    record("machine: CUDA in a forked child after facts and resolve", "all", "works")
