@@ -45,6 +45,24 @@ def tensors(B: int, T: int, *, sequences: int | None = None) -> dict[str, Any]:
     return call
 
 
+def pooled(B: int) -> dict[str, Any]:
+    """A decode step of such a layer as engines make it: raw gates, a float32 ``[V, K]`` pool of 512 slots."""
+    call = tensors(B, 1)
+    HV = call["v"].shape[2]
+    del call["output_final_state"]
+    return call | {
+        "g": torch.randn(B, 1, HV, device="cuda", dtype=torch.bfloat16),
+        "beta": torch.randn(B, 1, HV, device="cuda", dtype=torch.bfloat16),
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "A_log": torch.rand(HV, device="cuda"),
+        "dt_bias": torch.rand(HV, device="cuda"),
+        "initial_state": 0.1 * torch.randn(512, HV, 128, 128, device="cuda"),
+        "state_v_first": True,
+        "state_indices": torch.randperm(512, device="cuda")[:B],
+    }
+
+
 def measure(run: Callable[[], object]) -> tuple[float, float]:
     """Median milliseconds a call, and the spread."""
     run()
@@ -108,6 +126,10 @@ def rows(only: str) -> Iterator[tuple[str, Callable[..., Any], Callable[..., Any
     for name, function, way, B, T, sequences in plan:
         if only in name:
             yield name, function, way, tensors(B, T, sequences=sequences)
+    for way, graph in ((eager, ""), (captured, ", CUDA graph")):
+        for B in (1, 64, 256):
+            if only in (name := f"decode from a pool, {B} sequences{graph}"):
+                yield name, recurrent, way, pooled(B)
 
 
 def main() -> int:
@@ -120,7 +142,7 @@ def main() -> int:
         print("no CUDA device that this torch can use", file=sys.stderr)
         return 1
     device = facts.devices[0]
-    names = ("torch", "fla", "flash_qla")
+    names = ("torch", "fla", "flash_qla", "flashinfer")
     versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
     lines = [
         f"# GDN kernels timed side by side, {datetime.date.today().isoformat()}",
