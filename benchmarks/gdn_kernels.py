@@ -174,8 +174,8 @@ def main() -> int:
             cells.append(f"{middle:.3f} ms ± {spread:.0%}, × {base / middle:.2f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)
-    if arguments.output:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if arguments.output:  # row by row: a run that is cut short keeps what it has measured
+            arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +17,8 @@ import kernelreg
 if TYPE_CHECKING:
     from kernelreg.verify.cases import Case
 
+#: Seconds between two writings of the evidence file.
+_EVERY = 5.0
 Record = Callable[[str, str, str], None]
 
 
@@ -23,30 +26,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The plugin's options."""
     group = parser.getgroup("kernelreg")
     group.addoption("--backend", action="append", metavar="NAME", help="judge this backend; may be repeated")
-    group.addoption("--sizes", help="the head shapes to use: real, small or ungrouped; by the device if not given")
+    group.addoption("--sizes", help="the head shapes to use: real, ungrouped, small, tiny; by the device if not given")
     group.addoption("--draws", type=int, default=20, help="how many calls of each operation to draw at random")
     group.addoption("--seed", type=int, default=0, help="of the draws")
     group.addoption("--evidence", metavar="FILE", help="write what the tests recorded to this file, as a table")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker that pytest-xdist reads."""
+    """The marker that pytest-xdist reads, and the writer of evidence."""
     config.addinivalue_line("markers", "xdist_group: which tests share a process, where pytest-xdist spreads them")
+    path = config.getoption("--evidence")
+    if path and not hasattr(config, "workerinput"):  # one of pytest-xdist's workers sees a part of the tests
+        config.pluginmanager.register(_Evidence(Path(path), config))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every case of every operation, for every backend that is asked for, or that there is."""
     if "contract_case" not in metafunc.fixturenames:
         return
+    from kernelreg.errors import unknown_name
     from kernelreg.ops import operations
     from kernelreg.session import session
-    from kernelreg.verify.cases import cases
+    from kernelreg.verify.cases import SIZES, cases
 
     option = metafunc.config.getoption
     device = getattr(metafunc.module, "DEVICE", None) or session.default_device(kernelreg.facts())
     fitting = "small" if device == "cpu" else "real"
     sizes = option("--sizes") or getattr(metafunc.module, "SIZES", fitting)
     registry = session.registry()
+    for name in option("--backend") or ():
+        if name not in registry.names():
+            raise pytest.UsageError(f"--backend {name}: {unknown_name('backend', name, registry.names())}")
+    if sizes not in SIZES:
+        raise pytest.UsageError(f"--sizes {sizes}: {unknown_name('sizes', sizes, SIZES)}")
     backends = option("--backend") or getattr(metafunc.module, "BACKENDS", registry.names())
     rows = [
         pytest.param(
@@ -71,18 +83,37 @@ def record(request: pytest.FixtureRequest) -> Record:
     return lambda case, backend, result: properties.append(("evidence", (case, backend, result)))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Write the evidence file."""
-    path = config.getoption("--evidence")
-    if hasattr(config, "workerinput"):  # one of pytest-xdist's, which sees a part of the tests
-        return
-    reports = {name: terminalreporter.getreports(name) for name in ("passed", "failed")}
-    done = [report for name in ("passed", "failed") for report in reports[name] if report.when == "call"]
-    rows = [value for report in done for name, value in report.user_properties if name == "evidence"]
-    if path and rows:
-        command = f"python -m {' '.join(['pytest', *config.invocation_params.args])}"
-        lines = evidence(command, [tuple(row) for row in rows], len(done), len(reports["failed"]))
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+class _Evidence:
+    """Writes what the tests recorded, as it comes: a run that is cut short keeps what it has found."""
+
+    def __init__(self, path: Path, config: pytest.Config) -> None:
+        self._path = path
+        self._command = f"python -m {' '.join(['pytest', *config.invocation_params.args])}"
+        self._rows: list[tuple[str, str, str]] = []
+        self._done = self._failed = 0
+        self._written = 0.0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" or report.skipped:
+            return
+        self._done += 1
+        self._failed += report.failed
+        self._rows += [(str(a), str(b), str(c)) for name, (a, b, c) in _told(report) if name == "evidence"]
+        if time.monotonic() - self._written > _EVERY:
+            self._write()
+
+    def pytest_sessionfinish(self) -> None:
+        if self._rows:
+            self._write()
+
+    def _write(self) -> None:
+        lines = evidence(self._command, self._rows, self._done, self._failed)
+        self._path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._written = time.monotonic()
+
+
+def _told(report: pytest.TestReport) -> list[tuple[str, Any]]:
+    return list(report.user_properties)
 
 
 def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed: int) -> list[str]:

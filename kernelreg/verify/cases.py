@@ -32,11 +32,12 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 #: ``real`` is a layer's head shape on an accelerator, ``ungrouped`` the same for kernels that know no grouped heads;
-#: ``small`` is for CPUs and interpreters.
+#: ``small`` is for CPUs, ``tiny`` for interpreters of kernels.
 SIZES = {
     "real": Sizes(4, 8, 128, 300, ((64, 64), (256, 256), (128, 64))),
     "ungrouped": Sizes(4, 4, 128, 300, ((64, 64), (256, 256), (128, 64))),
     "small": Sizes(2, 4, 32, 90, ((16, 16), (24, 40))),
+    "tiny": Sizes(2, 4, 16, 9, ((32, 16),)),
 }
 
 
@@ -92,7 +93,7 @@ def cases(operation: str, sizes: str, *, draws: int = 0, seed: int = 0, quick: b
 
     Args:
         operation: its name or alias.
-        sizes: ``real``, ``ungrouped`` or ``small``.
+        sizes: ``real``, ``ungrouped``, ``small`` or ``tiny``.
         draws: how many more to draw at random.
         seed: of the draws.
         quick: only those that need no kernel beyond the first few compiled ones.
