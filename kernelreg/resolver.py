@@ -181,7 +181,7 @@ def _reasons(
     reasons += operation_named(call.operation).reasons(call)
     reasons += machine_reasons(descriptor.requires, facts, call.device, install=descriptor.install)
     said = {(reason.code, reason.subject) for reason in reasons if reason.code in _SAID_ONCE}
-    more = machine_reasons(kernel.requires, facts, call.device, install=descriptor.install)
+    more = machine_reasons(kernel.requires, facts, call.device)
     reasons += [reason for reason in more if (reason.code, reason.subject) not in said]
     reasons += known_bad_reasons(descriptor.known_bad, kernel.name, facts, call)
     reasons += call_reasons(kernel.accepts, call)

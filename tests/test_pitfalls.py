@@ -273,3 +273,10 @@ def test_an_amd_devices_9_5_is_no_nvidia_capability() -> None:
 def test_problems_of_detection_do_not_change_the_decision() -> None:
     troubled = machine("h200", problems=(Problem(source="nvml", error="driver not loaded"),))
     assert decided(troubled) == decided(machine("h200"))
+
+
+def test_what_a_row_alone_needs_has_a_fix_of_its_own() -> None:
+    resolution = decided(machine("mixed-h100-rtx5090", packages={"flashinfer-python": "0.7.4"}), device="cuda:1")
+    row = next(each for each in resolution.candidates if (each.backend, each.kernel) == ("flashinfer", "sm100"))
+    fixes = {reason.subject: reason.fix for reason in row.reasons if reason.code == "package-missing"}
+    assert fixes == {"nvidia-cutlass-dsl-libs-cu13": 'pip install "nvidia-cutlass-dsl-libs-cu13>=4.4.2"'}
