@@ -112,6 +112,10 @@ def resolve_together(
     """
     if facts is not None and not isinstance(facts, Facts):
         facts = Facts.load(facts)
+    if features is not None and not isinstance(features, Mapping):
+        raise ConfigurationError(
+            f"features={features!r}; accepted: of each operation, {{'gdn.recurrent': {{'state-pool'}}}}"
+        )
     known = session.facts() if facts is None else facts
     place = session.default_device(known) if device is None else session.named_device(str(device), known)
     said = {operation_named(name).name: frozenset(each) for name, each in (features or {}).items()}

@@ -112,6 +112,7 @@ def test_where_one_operation_has_nothing_all_reasons_are_told() -> None:
         (["gdn", "gdn.recurent"], {}, "did you mean 'gdn.recurrent'"),
         (["gdn", "gdn.recurrent"], {"features": {"gdn.chunks": {"varlen"}}}, "did you mean"),
         (["gdn", "gdn.recurrent"], {"features": {"gdn": {"varlenn"}}}, "did you mean 'varlen'"),
+        (["gdn", "gdn.recurrent"], {"features": {"varlen"}}, "of each operation"),
         (["gdn", "gdn.recurrent"], {"head_dims_k": 128}, "did you mean 'head_dim_k'"),
     ],
 )

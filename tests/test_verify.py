@@ -35,6 +35,8 @@ def run(q, k, v, g, beta, **options):
     if bad and name == "abort": os.abort()
     if bad and name == "hang": time.sleep(600)
     if bad and name == "exit": sys.exit(3)
+    if bad and name == "vanish": os._exit(0)
+    if bad and name == "leave": os.fork() or time.sleep(600); os._exit(4)
     if bad and name == "raises": raise RuntimeError("the library's own words")
     if bad and name == "prints": print("noise " * 20000); os.write(1, b"noise")
     function = fused_recurrent_gated_delta_rule if "state_indices" in options else chunk_gated_delta_rule
@@ -203,7 +205,12 @@ def test_a_wrong_kernel_is_not_chosen_again_for_such_calls(verify: Any) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "told"),
-    [("abort@torch.int32", "the process died of SIGABRT"), ("exit@torch.int32", "exit code 3")],
+    [
+        ("abort@torch.int32", "the process died of SIGABRT"),
+        ("exit@torch.int32", "exit code 3"),
+        ("vanish@torch.int32", "exit code 0"),
+        ("leave@torch.int32", "exit code 4"),
+    ],
 )
 def test_a_crash_costs_its_cases_alone(verify: Any, fault: str, told: str) -> None:
     report = json.loads(verify("verify", "gdn", "--backend", "acme", "--json", fault=fault).stdout)

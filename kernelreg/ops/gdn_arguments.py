@@ -8,6 +8,7 @@ from torch.nn.functional import softplus
 
 from kernelreg.errors import CallError
 
+_REQUIRED = ("q", "k", "v", "g", "beta")
 _WHOLE = (torch.int32, torch.int64)
 
 
@@ -28,8 +29,11 @@ def check_arguments(
     Raises:
         CallError: names the argument, what it is and what the contract says.
     """
-    for name, value in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _require_tensor(name, value)
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    named |= {"state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens}
+    for name, value in named.items():
+        if value is not None or name in _REQUIRED:
+            _require_tensor(name, value)
     if q.dim() != 4:
         raise _shape("q", q, "[B, T, H, K]")
     if k.shape != q.shape:
@@ -54,8 +58,6 @@ def check_arguments(
         sequences = cu_seqlens.shape[0] - 1
     if not q.dtype == k.dtype == v.dtype:
         raise CallError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; accepted: one dtype for the three")
-    named = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    named |= {"state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens}
     for name, tensor in named.items():
         if tensor is not None and tensor.device != q.device:
             raise CallError(f"{name} is on {tensor.device}; accepted: q's device, {q.device}")

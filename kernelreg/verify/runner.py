@@ -38,15 +38,15 @@ def run_backend(task: Task, limit: float, total: int, told: Callable[[Outcome], 
             for message in _messages(child, deadline):
                 if isinstance(message, Started):
                     started = message
-                else:
-                    outcomes.append(message.outcome)
-                    told(message.outcome)
-                    started = None
+                    continue
+                outcomes.append(message.outcome)
+                told(message.outcome)
+                started = None
+                if len(outcomes) == total:
+                    return outcomes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
             late = time.monotonic() >= deadline
-            if not late:
-                child.wait()
-        if len(outcomes) == total:
-            break
         if late or started is not None or len(outcomes) == before:
             cause = f"not done after {limit:g} s" if late else _death(child.returncode, errors)
             outcomes.append(_lost(task, started, cause))
@@ -83,15 +83,17 @@ def _child(task: Task) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
 
 
 def _messages(child: subprocess.Popen[bytes], deadline: float) -> Iterator[Started | Judged]:
-    """What the child says, until it ends or the time is up."""
+    """What the child says, until it ends or the time is up. A process that it left behind may hold its pipe open."""
     if child.stdout is None:
         return
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
         while (left := deadline - time.monotonic()) > 0:
-            if not selector.select(left):
-                return
+            if not selector.select(min(left, 0.5)):
+                if child.poll() is not None:
+                    return
+                continue
             data = os.read(child.stdout.fileno(), 1 << 16)
             if not data:
                 return
