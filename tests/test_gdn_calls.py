@@ -318,13 +318,16 @@ def test_a_call_without_tokens_can_be_followed_by_autograd(function: Any) -> Non
     assert call["v"].grad is not None
 
 
-def test_libraries_get_clean_sequences_and_callers_the_contracts_answer() -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_libraries_get_clean_sequences_and_callers_the_contracts_answer(dtype: torch.dtype) -> None:
+    """Edges are int64 for the library whatever the caller's are: another dtype would be another compilation."""
     import importlib
 
     run_clean = importlib.import_module("kernelreg_backends._packed").run_clean
     torch_adapter = importlib.import_module("kernelreg_backends.torch.adapter")
     for edges in ([0, 0, 30, 30, 80], [0, 100], [0, 0], [0]):
         call = gdn_call(T=100, edges=edges, normalised=True)
+        call["cu_seqlens"] = call["cu_seqlens"].to(dtype)
 
         def library(q: Any, k: Any, v: Any, g: Any, beta: Any, packed: torch.Tensor, state: Any) -> Any:
             assert (packed.diff() > 0).all()

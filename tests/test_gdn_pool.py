@@ -124,6 +124,7 @@ def test_a_pool_may_be_a_strided_view() -> None:
         ({"initial_state": torch.zeros(8, 4, 48, 32)}, r"a pool \[P, 4, 32, 48\]"),
         ({"state_indices": torch.tensor([0])}, r"\[N\] or \[N, S\] with N = 2"),
         ({"state_indices": torch.tensor([0.0, 1.0])}, "int32 or int64"),
+        ({"state_indices": [3, 4]}, "state_indices is a list"),
         ({"state_indices": torch.tensor([0, 8])}, "has 8; accepted: -1 for none, and 0 to 7"),
         ({"state_indices": torch.tensor([0, -2])}, "has -2"),
         ({"state_indices": torch.tensor([3, 3])}, "a slot twice"),
