@@ -18,6 +18,8 @@ import torch
 from fla.ops.gated_delta_rule import chunk as _public_chunk_module
 from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as _public_recurrent
 
+from .._keywords import keywords_of
+
 #: The names in FLA's chunk module behind which another backend may stand on NVIDIA, AMD and Intel devices.
 DISPATCHED = ("chunk_gated_delta_rule_fwd_h", "chunk_bwd_dqkwg")
 
@@ -34,11 +36,6 @@ def _private_copy(module: ModuleType, **instead: Callable[..., Any]) -> ModuleTy
             raise ImportError(f"{module.__name__} of this release has no {name}: its dispatch cannot be bypassed")
         setattr(copy, name, instead.get(name) or inspect.unwrap(getattr(copy, name)))
     return copy
-
-
-def _words(function: Callable[..., Any]) -> frozenset[str]:
-    """The keywords that the function names: from 0.4.0 on FLA swallows the others in silence."""
-    return frozenset(inspect.signature(function).parameters)
 
 
 _raw_chunk = inspect.unwrap(_private_copy(_public_chunk_module).chunk_gated_delta_rule)
@@ -62,5 +59,5 @@ def chunk_with_tilelang() -> Callable[..., Any]:
     return run
 
 
-CHUNK_WORDS = _words(_raw_chunk)
-RECURRENT_WORDS = _words(_raw_recurrent)
+CHUNK_WORDS = keywords_of(_raw_chunk)
+RECURRENT_WORDS = keywords_of(_raw_recurrent)

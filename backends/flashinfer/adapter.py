@@ -2,6 +2,9 @@
 
 Decode has two ways: FlashInfer's decode kernel, which activates raw bfloat16 gates itself and updates a float32
 ``[V, K]`` pool in place, one token a sequence; and for every other call the prefill kernel.
+
+One call at a time on a device: FlashInfer keeps its scratch memory per device, so calls that run side by side on two
+streams of one device would share it (0.7.4, gdn_kernels/delta_rule_dsl/delta_rule_sm90.py).
 """
 
 from __future__ import annotations
@@ -14,14 +17,14 @@ from torch import Tensor
 
 from kernelreg.ops.gdn_arguments import activate_gates
 
+from .._keywords import keywords_of
 from .._packed import run_clean
 from .._pool import on_pool
 from .decode import decode_in_place, decodes_in_place
-from .library import words_of
 
 #: Context parallelism keeps one workspace a device, which graphs and streams would share; cuDNN is another library.
 _FIXED = {"use_cp": False, "backend": "flashinfer"}
-_CHOSEN = {name: value for name, value in _FIXED.items() if name in words_of(_public_prefill)}
+_CHOSEN = {name: value for name, value in _FIXED.items() if name in keywords_of(_public_prefill)}
 
 
 def chunk_gated_delta_rule(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import words_of
+from .._keywords import keywords_of
 
 try:
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose as _public_decode
@@ -19,7 +19,7 @@ except ImportError:  # before 0.6.1 there is none
     _public_decode = None
 
 #: Pools of float32 states came with 0.6.7.
-_WORDS = frozenset() if _public_decode is None else words_of(_public_decode)
+_WORDS = frozenset() if _public_decode is None else keywords_of(_public_decode)
 _KNOWS_POOLS = {"initial_state", "initial_state_indices"} <= _WORDS
 _CHOSEN = {"backend": "flashinfer"} if "backend" in _WORDS else {}
 
