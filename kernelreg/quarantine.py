@@ -11,10 +11,10 @@ from kernelreg.reasons import Reason, ReasonCode
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kernel's fault. It keeps the kernel from every call that uses at least what the faulty one used.
+    """One kernel's fault. It keeps the kernel from every call that uses what is to blame.
 
     Attributes:
-        features, dtype: what the faulty call used.
+        features, dtype: what is to blame: calls that use all of these features, in that dtype (None: in any).
         cause: the failing case, and how it failed.
         fix: how to test the kernel again.
     """
@@ -35,12 +35,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             and (call.dtype is None or self.dtype in (None, call.dtype))
         )
 
-    @property
-    def reason(self) -> Reason:
-        """What the resolver says of it."""
-        return Reason(code=ReasonCode.QUARANTINED, subject=self.kernel, actual=self.cause, fix=self.fix)
-
 
 def quarantine_reasons(findings: Iterable[Finding], backend: str, kernel: str, call: Call) -> list[Reason]:
-    """A reason for each finding that keeps the kernel from the call."""
-    return [each.reason for each in findings if each.holds(kernel, backend, call)]
+    """One reason, with the first of the findings that keep the kernel from the call and how many there are."""
+    held = [each for each in findings if each.holds(kernel, backend, call)]
+    if not held:
+        return []
+    more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
+    first = held[0]
+    return [Reason(code=ReasonCode.QUARANTINED, subject=kernel, actual=first.cause + more, fix=first.fix)]

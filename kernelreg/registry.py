@@ -24,10 +24,15 @@ BUILT_IN = "kernelreg"
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
-    """A descriptor and where it came from."""
+    """A descriptor and where it came from.
+
+    Attributes:
+        distribution: what installed a third party's; its version is one of the machine's facts.
+    """
 
     descriptor: Descriptor
     origin: str
+    distribution: str | None = None
 
     @property
     def name(self) -> str:
@@ -44,8 +49,9 @@ class Registry(msgspec.Struct, frozen=True):
         return tuple(backend.name for backend in self.backends)
 
     def packages(self) -> frozenset[str]:
-        """Every distribution that any descriptor names."""
-        return frozenset(name for backend in self.backends for name in backend.descriptor.packages)
+        """Every distribution that any descriptor names, and those that installed the backends of others."""
+        named = {name for backend in self.backends for name in backend.descriptor.packages}
+        return frozenset(named | {each.distribution for each in self.backends if each.distribution is not None})
 
     def kernels(self, operation: str) -> Iterator[tuple[Backend, Kernel]]:
         """The rows of an operation, by backend name and then in the order of the descriptor."""
@@ -84,7 +90,8 @@ def discover(*, plugins: bool = True) -> Registry:
         origin = f"{distribution}: {entry_point.name} = {entry_point.value}"
         try:
             path = descriptor_path(entry_point)
-            backend = Backend(descriptor=load_descriptor(path), origin=origin)
+            owner = None if distribution == BUILT_IN else distribution
+            backend = Backend(descriptor=load_descriptor(path), origin=origin, distribution=owner)
         except Exception as error:  # other people's files and finders: any fault costs that backend alone
             kind = "" if isinstance(error, DescriptorError) else f"{type(error).__name__}: "
             registry = registry.adding_problem(Problem(source=origin, error=f"{kind}{error}"))

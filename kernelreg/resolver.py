@@ -124,7 +124,7 @@ def decide(
         call=call,
         policy=policy,
         facts=facts.fingerprint,
-        candidates=tuple(_candidate(place, reasons, best) for place, reasons in judged),
+        candidates=tuple(_candidate(place, reasons, best, _leads(place, judged)) for place, reasons in judged),
     )
 
 
@@ -147,7 +147,12 @@ def rank(backend: Backend, kernel: Kernel, facts: Facts, call: Call, policy: Pol
     )
 
 
-def _candidate(place: Rank, reasons: tuple[Reason, ...], best: Rank | None) -> Candidate:
+def _leads(place: Rank, judged: list[Judged]) -> bool:
+    """Whether it is the first row of its backend that could run: the one that preferring the backend would choose."""
+    return place == next((each for each, reasons in judged if each.backend == place.backend and not reasons), None)
+
+
+def _candidate(place: Rank, reasons: tuple[Reason, ...], best: Rank | None, leads: bool) -> Candidate:
     status: Status = "rejected"
     if best is not None and not reasons:
         status = "chosen" if place == best else "eligible"
@@ -160,7 +165,7 @@ def _candidate(place: Rank, reasons: tuple[Reason, ...], best: Rank | None) -> C
                 code=ReasonCode.OUTRANKED,
                 subject=f"by {best.backend} {best.kernel}",
                 actual=actual,
-                fix=f"KERNELREG_PREFER={place.backend}" if place.backend != best.backend else None,
+                fix=f"KERNELREG_PREFER={place.backend}" if leads and place.backend != best.backend else None,
                 url=best.source,
             ),
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kernelreg.testing.contract import test_contract
+from kernelreg.testing.contract import test_contract, test_some_case_runs
 
 pytest.importorskip("torch")
-__all__ = ["test_contract"]
+__all__ = ["test_contract", "test_some_case_runs"]
 
 DEVICE = "cpu"
 BACKENDS = ("torch",)

@@ -23,7 +23,9 @@ def suite(tmp_path: Path) -> Run:
     install(tmp_path / "site", "acme", entry_points={"acme": "acme_gdn"}, files=files)
     module = tmp_path / "project" / "test_acme.py"
     module.parent.mkdir()
-    module.write_text("from kernelreg.testing.contract import test_contract\nDEVICE = 'cpu'\nSIZES = 'tiny'\n")
+    module.write_text(
+        "from kernelreg.testing.contract import test_contract, test_some_case_runs\nDEVICE = 'cpu'\nSIZES = 'tiny'\n"
+    )
 
     def run(*words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "FAULT": fault}
@@ -56,6 +58,16 @@ def test_a_wrong_kernel_fails_the_cases_where_it_is_wrong_and_no_other(suite: Ru
     evidence = (tmp_path / "project" / "found.md").read_text(encoding="utf-8")
     assert "| varlen | wrong: o is 5.0e-02 off" in evidence
     assert f"{len(failed)} failed" in evidence
+
+
+def test_a_backend_that_refuses_everything_does_not_pass(suite: Run, tmp_path: Path) -> None:
+    descriptor = tmp_path / "site" / "acme_gdn" / "backend.toml"
+    descriptor.write_text(DESCRIPTOR.replace("accepts = {", "accepts = { head_dim_k = [7],", 1))
+    done = suite("--backend", "acme")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 2
+    assert all("test_some_case_runs" in line for line in failed)
+    assert "every case is refused; the first one: head-dim: needs head_dim_k 7" in done.stdout
 
 
 def test_what_was_found_is_kept_when_a_run_is_cut_short(suite: Run, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def run(q, k, v, g, beta, **options):
     function = fused_recurrent_gated_delta_rule if "state_indices" in options else chunk_gated_delta_rule
     o, final = function(q, k, v, g, beta, **options)
     if bad and name == "wrong": o = o * 1.05
+    if bad and name == "long" and q.shape[1] > 64: o = o * 1.05
     if bad and name == "nan": o = o.clone(); o.view(-1)[:1] = float("nan")
     if bad and name == "writes": v.zero_()
     if bad and name == "overruns": q.as_strided((q.numel() + 8,), (1,), q.storage_offset())[-8:] = 1.0
@@ -84,6 +85,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     undo = kernelreg.register(tmp_path / "backend.toml")
     yield lambda fault: monkeypatch.setenv("FAULT", fault)
     undo()
+    sys.modules.pop("acme_adapter", None)
 
 
 def case(name: str, operation: str = "gdn.chunk") -> Case:
@@ -191,16 +193,45 @@ def test_a_wrong_kernel_is_not_chosen_again_for_such_calls(verify: Any) -> None:
     done = verify("verify", "gdn", "--backend", "acme", fault="wrong@varlen")
     assert done.returncode == 1
     assert "gdn.chunk acme only, varlen: o is 5.0e-02 off, allowed 9.8e-03" in " ".join(done.stdout.split())
-    words = ("resolve", "gdn", "--json", "--dtype", "bfloat16")
-    used = "varlen,initial-state,final-state,grouped-value-heads,qk-l2norm"
+    words = ("resolve", "gdn", "--json")
+    used = "varlen"
     rows = json.loads(verify(*words, "--features", used).stdout)["candidates"]
     (row,) = (each for each in rows if each["backend"] == "acme")
     assert row["reasons"][0]["code"] == "quarantined"
     assert "'varlen'" in row["reasons"][0]["actual"]
+    assert len([each for each in row["reasons"] if each["code"] == "quarantined"]) == 1
+    told = " ".join(verify("doctor").stdout.split())
+    assert "quarantine: acme only is kept from gdn.chunk calls with varlen: kernelreg verify" in told
     assert row["reasons"][0]["fix"] == "python -m kernelreg verify gdn.chunk --backend acme"
     assert "quarantined" not in verify(*words, "--features", "initial-state").stdout  # dense calls were right
     assert verify("verify", "--forget").stdout == "forgotten\n"
     assert "quarantined" not in verify(*words, "--features", used).stdout
+
+
+def test_a_fault_that_no_feature_explains_keeps_the_kernel_from_every_call(verify: Any) -> None:
+    """Wrong where sequences are long, right where they are short, with the same features."""
+    assert verify("verify", "gdn", "--backend", "acme", fault="long").returncode == 1
+    rows = json.loads(verify("resolve", "gdn", "--json").stdout)["candidates"]
+    (row,) = (each for each in rows if each["backend"] == "acme")
+    assert [each["code"] for each in row["reasons"]] == ["quarantined"]
+    assert "acme only is kept from all gdn.chunk calls" in " ".join(verify("doctor").stdout.split())
+
+
+def test_a_backend_that_computed_nothing_is_not_ok(verify: Any, tmp_path: Path) -> None:
+    descriptor = tmp_path / "site" / "acme_gdn" / "backend.toml"
+    descriptor.write_text(DESCRIPTOR.replace("accepts = {", "accepts = { head_dim_k = [7],", 1))
+    done = verify("verify", "--backend", "acme")
+    assert done.returncode == 1
+    assert "no case computed anything on acme (gdn.chunk)" in done.stdout
+    assert "not ok: 0 wrong, 2 not tried" in done.stdout
+
+
+def test_another_version_of_the_plugin_is_another_machine(verify: Any, tmp_path: Path) -> None:
+    verify("verify", "gdn", "--backend", "acme", fault="wrong")
+    assert "quarantined" in verify("resolve", "gdn", "--json").stdout
+    (metadata,) = (tmp_path / "site").glob("*.dist-info/METADATA")
+    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
+    assert "quarantined" not in verify("resolve", "gdn", "--json").stdout
 
 
 @pytest.mark.parametrize(

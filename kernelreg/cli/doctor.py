@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ from kernelreg.errors import ConfigurationError, FactsError, unknown_name
 from kernelreg.machine import CPU, Facts, Problem
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
+from kernelreg.quarantine import Finding
 from kernelreg.reasons import HARDWARE_CODES, Reason
 from kernelreg.registry import Registry
 from kernelreg.resolver import Candidate, Decision, decide
@@ -90,6 +92,7 @@ def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], t
     for decision in decisions:
         unmet += _unmet(decision, policy, registry, required)
     noticed = [Problem(source="environment", error=text) for text in warnings]
+    noticed += [Problem(source="quarantine", error=text) for text in _quarantined(findings)]
     if os.environ.get("KERNELREG_FACTS"):
         noticed.append(
             Problem(source="KERNELREG_FACTS", error=f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
@@ -105,6 +108,17 @@ def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], t
         fingerprint=facts.fingerprint,
         facts=facts,
     )
+
+
+def _quarantined(findings: Sequence[Finding]) -> list[str]:
+    """For which calls each kernel is out of the choice, with the first cause."""
+    told: dict[tuple[object, ...], str] = {}
+    for each in findings:
+        uses = " and ".join([*sorted(each.features), *([each.dtype] if each.dtype else [])])
+        which = f"{each.operation} calls with {uses}" if uses else f"all {each.operation} calls"
+        key = (each.backend, each.kernel, which)
+        told.setdefault(key, f"{each.backend} {each.kernel} is kept from {which}: {each.cause}; fix: {each.fix}")
+    return list(told.values())
 
 
 def _unmet(decision: Decision, policy: Policy, registry: Registry, required: list[tuple[str, str]]) -> list[str]:

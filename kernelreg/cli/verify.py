@@ -44,7 +44,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was found. ``ok`` is whether nothing was wrong, and something was right."""
+    """All that was found. ``ok`` is whether nothing was wrong, and each backend was right on something."""
 
     schema: int = 1
     ok: bool
@@ -81,7 +81,10 @@ def run(words: argparse.Namespace) -> int:
     runnable, left = _usable(facts, wanted, words.backend or names, device)
     outcomes = _judge(runnable, device, words.limit, quiet=words.json)
     report = Report(
-        ok=bool(outcomes) and not any(each.status == "wrong" for each in outcomes) and not (words.backend and left),
+        ok=not any(each.status == "wrong" for each in outcomes)
+        and bool(outcomes)
+        and not _idle(outcomes)
+        and not (words.backend and left),
         device=device,
         fingerprint=facts.fingerprint,
         outcomes=outcomes,
@@ -93,6 +96,13 @@ def run(words: argparse.Namespace) -> int:
     else:
         _show(report, console())
     return 0 if report.ok else 1
+
+
+def _idle(outcomes: tuple[Outcome, ...]) -> list[str]:
+    """What was asked to compute and never did: every case was refused, which says nothing of the kernel."""
+    asked = dict.fromkeys((each.operation, each.backend) for each in outcomes)
+    ran = {(each.operation, each.backend) for each in outcomes if each.computed or each.status == "wrong"}
+    return [f"{backend} ({operation})" for operation, backend in asked if (operation, backend) not in ran]
 
 
 def _seconds(text: str) -> float:
@@ -177,7 +187,10 @@ def _show(report: Report, out: Console) -> None:
         out.print(f"{each.operation} {each.backend} {each.kernel or ''}, {each.case}: {each.reason}", style="bold red")
     if report.kept:
         out.print(f"kept for this machine (facts {report.fingerprint}) in {report.kept}", style="dim")
-    verdict = f"not ok: {len(wrong)} wrong" if report.outcomes else "not ok: nothing could run"
+    idle = _idle(report.outcomes)
+    for name in idle:
+        out.print(f"no case computed anything on {name}: all were refused, so nothing is known of it", style="bold red")
+    verdict = f"not ok: {len(wrong)} wrong, {len(idle)} not tried" if report.outcomes else "not ok: nothing could run"
     out.print("ok" if report.ok else verdict, style="bold green" if report.ok else "bold red")
 
 

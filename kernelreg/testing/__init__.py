@@ -1,6 +1,6 @@
 """For authors of backends: a pytest plugin with the conformance suite.
 
-In a test module, ``from kernelreg.testing.contract import test_contract`` is the whole suite; then
+In a test module, ``from kernelreg.testing.contract import *`` is the whole suite; then
 
     python -m pytest -p kernelreg.testing.plugin --backend acme [--evidence FILE.md]
 

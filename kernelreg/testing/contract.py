@@ -1,4 +1,4 @@
-"""The conformance suite: ``from kernelreg.testing.contract import test_contract`` in a test module runs it there.
+"""The conformance suite: ``from kernelreg.testing.contract import *`` in a test module runs it there.
 
 The module may say where and for whom: ``DEVICE = "cuda:0"``, ``BACKENDS = ("acme",)``, ``SIZES = "small"``.
 """
@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from kernelreg.verify.cases import Case
-from kernelreg.verify.judge import judge
+import kernelreg
+from kernelreg.ops import operation_named
+from kernelreg.verify.cases import Case, cases
+from kernelreg.verify.judge import foresee, judge
 
-__all__ = ["test_contract"]
+__all__ = ["test_contract", "test_some_case_runs"]
 
 
 def test_contract(
@@ -24,3 +26,19 @@ def test_contract(
         pytest.skip(str(outcome.reason))
     record(f"{contract_case.operation}: {contract_case.name}", contract_backend, str(outcome))
     assert outcome.status != "wrong", outcome.reason
+
+
+def test_some_case_runs(
+    contract_operation: str, contract_backend: str, contract_device: str, contract_sizes: str
+) -> None:
+    """A backend that refuses every case was not judged at all, and must not look as if it had been."""
+    try:
+        with kernelreg.use(backend=contract_backend):
+            kernelreg.resolve(contract_operation, device=contract_device)
+    except kernelreg.NoBackendError as error:
+        pytest.skip(f"{contract_backend} cannot run here: {error}")
+    name = operation_named(contract_operation).name
+    offered = [case for case in cases(name, contract_sizes) if not case.broken]
+    if not any(foresee(case, contract_backend, contract_device)["kernel"] for case in offered):
+        plainest = judge(offered[0], contract_backend, contract_device)
+        pytest.fail(f"every case is refused; the first one: {plainest.reason}")

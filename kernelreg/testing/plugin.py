@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every case of every operation, for every backend that is asked for, or that there is."""
-    if "contract_case" not in metafunc.fixturenames:
+    if "contract_backend" not in metafunc.fixturenames:
         return
     from kernelreg.errors import unknown_name
     from kernelreg.ops import operations
@@ -60,6 +60,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if sizes not in SIZES:
         raise pytest.UsageError(f"--sizes {sizes}: {unknown_name('sizes', sizes, SIZES)}")
     backends = option("--backend") or getattr(metafunc.module, "BACKENDS", registry.names())
+    owned = [
+        (operation.name, backend)
+        for backend in backends
+        for operation in operations()
+        if any(owner.name == backend for owner, _ in registry.kernels(operation.name))
+    ]
+    if "contract_case" not in metafunc.fixturenames:
+        names = ("contract_operation", "contract_backend", "contract_device", "contract_sizes")
+        metafunc.parametrize(names, [(*each, device, sizes) for each in owned])
+        return
     rows = [
         pytest.param(
             case,
@@ -68,10 +78,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             marks=pytest.mark.xdist_group(compiled_together(case, backend)),
             id=_id(case, backend),
         )
-        for backend in backends
-        for operation in operations()
-        if any(owner.name == backend for owner, _ in registry.kernels(operation.name))
-        for case in cases(operation.name, sizes, draws=option("--draws"), seed=option("--seed"))
+        for operation, backend in owned
+        for case in cases(operation, sizes, draws=option("--draws"), seed=option("--seed"))
     ]
     metafunc.parametrize(("contract_case", "contract_backend", "contract_device"), rows)
 
@@ -119,7 +127,7 @@ def _told(report: pytest.TestReport) -> list[tuple[str, Any]]:
 def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed: int) -> list[str]:
     """The evidence file's lines: what was run, where, and each case's result for each backend."""
     facts = kernelreg.facts()
-    where = facts.platform.machine
+    where = f"{facts.platform.machine}, no GPU"
     if facts.devices:
         device = facts.devices[0]
         where = f"{device.name}, compute capability {device.compute_capability}, "
@@ -135,7 +143,7 @@ def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed:
         f"Made by `{command}`.",
         "",
         f"{where}; Python {sys.version.split()[0]}, torch {facts.torch and facts.torch.version}, "
-        f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions}.",
+        f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions or 'no kernel library'}.",
         "",
         f"{tests} tests, {failed} failed; {len(told) - refused} right or as it should be, {refused} refused with a "
         "reason. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states / gradients of q, k, "

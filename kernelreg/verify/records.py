@@ -7,7 +7,7 @@ and another release of kernelreg has other adapters: neither is judged by what w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +37,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The wrong outcomes, as the resolver takes them."""
-        return tuple(_finding(each, self.date) for each in self.outcomes if each.status == "wrong" and each.kernel)
+        return tuple(
+            _finding(each, self.outcomes, self.date) for each in self.outcomes if each.status == "wrong" and each.kernel
+        )
 
     def with_run(self, outcomes: tuple[Outcome, ...], date: str) -> Record:
         """This record with a run's outcomes in place of what was known of the same backends and operations."""
@@ -46,13 +48,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self, outcomes=(*kept, *outcomes), date=date)
 
 
-def _finding(outcome: Outcome, date: str) -> Finding:
+def _finding(outcome: Outcome, outcomes: Iterable[Outcome], date: str) -> Finding:
+    """What a wrong outcome is blamed on: what it used and no right call of the same kernel did.
+
+    Where that is nothing, the kernel is to blame, for every call.
+    """
+    row = (outcome.operation, outcome.backend, outcome.kernel)
+    right = [each for each in outcomes if each.computed and (each.operation, each.backend, each.kernel) == row]
+    harmless = {feature for each in right for feature in each.features}
+    dtypes = {each.dtype for each in right}
     return Finding(
         operation=outcome.operation,
         backend=outcome.backend,
         kernel=outcome.kernel or "",
-        features=frozenset(outcome.features),
-        dtype=outcome.dtype,
+        features=frozenset(outcome.features) - harmless,
+        dtype=outcome.dtype if dtypes and outcome.dtype not in dtypes else None,
         cause=f"kernelreg verify, {date}, {outcome.case!r}: {outcome.reason}",
         fix=f"python -m kernelreg verify {outcome.operation} --backend {outcome.backend}",
     )

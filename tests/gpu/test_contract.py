@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kernelreg.testing.contract import test_contract
+from kernelreg.testing.contract import test_contract, test_some_case_runs
 
-__all__ = ["test_contract"]
+__all__ = ["test_contract", "test_some_case_runs"]
 
 DEVICE = "cuda:0"
