@@ -34,7 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def computed(self) -> bool:
-        """Whether numbers of the kernel were right; refusals, argument errors and results that are zero show nothing."""
+        """Whether numbers of the kernel were right; refusals, argument errors and zeros show nothing."""
         return self.status == "right" and bool(self.errors) and all(error > 0 for error in self.errors.values())
 
     def __str__(self) -> str:

@@ -51,17 +51,18 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def _finding(outcome: Outcome, outcomes: Iterable[Outcome], date: str) -> Finding:
     """What a wrong outcome is blamed on: what it used and no right call of the same kernel did.
 
-    Where that is nothing, the kernel is to blame, for every call.
+    Where that is nothing, or nothing was right, the kernel is to blame, for every call.
     """
     row = (outcome.operation, outcome.backend, outcome.kernel)
     right = [each for each in outcomes if each.computed and (each.operation, each.backend, each.kernel) == row]
+    used = frozenset(outcome.features) if right else frozenset()
     harmless = {feature for each in right for feature in each.features}
     dtypes = {each.dtype for each in right}
     return Finding(
         operation=outcome.operation,
         backend=outcome.backend,
         kernel=outcome.kernel or "",
-        features=frozenset(outcome.features) - harmless,
+        features=used - harmless,
         dtype=outcome.dtype if dtypes and outcome.dtype not in dtypes else None,
         cause=f"kernelreg verify, {date}, {outcome.case!r}: {outcome.reason}",
         fix=f"python -m kernelreg verify {outcome.operation} --backend {outcome.backend}",
