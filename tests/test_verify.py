@@ -226,6 +226,33 @@ def test_a_backend_that_computed_nothing_is_not_ok(verify: Any, tmp_path: Path) 
     assert "not ok: 0 wrong, 2 not tried" in done.stdout
 
 
+def test_a_run_that_judged_nothing_clears_nothing(verify: Any) -> None:
+    verify("verify", "gdn", "--backend", "acme", fault="wrong")
+    assert "quarantined" in verify("resolve", "gdn", "--json").stdout
+    verify("verify", "gdn", "--backend", "acme", "--limit", "0.3")  # ends before the first case
+    assert "quarantined" in verify("resolve", "gdn", "--json").stdout
+    verify("verify", "gdn", "--backend", "acme")  # judged again, and right
+    assert "quarantined" not in verify("resolve", "gdn", "--json").stdout
+
+
+def test_what_others_print_before_the_child_starts_is_no_message(verify: Any, tmp_path: Path) -> None:
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('hello')")
+    done = verify("verify", "gdn", "--backend", "acme")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["x" * 400, "file"])
+def test_a_state_folder_that_cannot_be_searched_costs_no_decision(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
+    kernelreg.refresh()
+    assert kernelreg.resolve("gdn").backend == "torch"
+    if name != "file":
+        assert "results of kernelreg verify are left out" in caplog.text
+
+
 def test_another_version_of_the_plugin_is_another_machine(verify: Any, tmp_path: Path) -> None:
     verify("verify", "gdn", "--backend", "acme", fault="wrong")
     assert "quarantined" in verify("resolve", "gdn", "--json").stdout

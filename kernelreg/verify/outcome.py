@@ -33,6 +33,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dtype: str | None = None
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        """Which case on which backend."""
+        return self.operation, self.backend, self.case
+
+    @property
     def computed(self) -> bool:
         """Whether numbers of the kernel were right; refusals, argument errors and zeros show nothing."""
         return self.status == "right" and bool(self.errors) and all(error > 0 for error in self.errors.values())

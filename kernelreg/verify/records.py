@@ -42,9 +42,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def with_run(self, outcomes: tuple[Outcome, ...], date: str) -> Record:
-        """This record with a run's outcomes in place of what was known of the same backends and operations."""
-        judged = {(each.backend, each.operation) for each in outcomes}
-        kept = tuple(each for each in self.outcomes if (each.backend, each.operation) not in judged)
+        """This record with a run's outcomes in place of what was known of the same cases.
+
+        What was wrong stays so until the same case computes something again: a run that was cut short, refused the
+        case or is another draw clears nothing.
+        """
+        judged = {each.key for each in outcomes if each.computed or (each.status == "wrong" and each.kernel)}
+        again = {each.key for each in outcomes}
+        kept = tuple(each for each in self.outcomes if each.key not in (judged if each.status == "wrong" else again))
         return msgspec.structs.replace(self, outcomes=(*kept, *outcomes), date=date)
 
 
@@ -88,8 +93,11 @@ def load_record(fingerprint: str) -> Record | None:
     """
     where = folder()
     path = where / f"{fingerprint}.json" if where else None
-    if path is None or not path.is_file():
-        return None
+    try:
+        if path is None or not path.is_file():
+            return None
+    except OSError as error:  # a folder that this user may not search, a name that is too long
+        raise KernelregError(f"{path}: {error.strerror or error}") from error
     record = decode_json(read_bytes(path, KernelregError), Record, source=os.fspath(path), error=KernelregError)
     return record if record.kernelreg == __version__ and record.fingerprint == fingerprint else None
 

@@ -99,7 +99,8 @@ def _messages(child: subprocess.Popen[bytes], deadline: float) -> Iterator[Start
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                yield _MESSAGE.decode(line)
+                with contextlib.suppress(msgspec.DecodeError):  # what others print before the child takes the pipe
+                    yield _MESSAGE.decode(line)
 
 
 def _death(code: int | None, words: list[str]) -> str:
