@@ -21,6 +21,7 @@ import torch
 
 import kernelreg
 from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from kernelreg.resolver import closest_row
 
 REPEATS = 5
 TOKENS = (256, 1024, 4096, 8192, 16384, 32768)
@@ -166,8 +167,7 @@ def main() -> int:
                 with kernelreg.use(backend=backend):
                     middle, spread = measure(way(function, call))
             except kernelreg.NoBackendError as error:
-                own = (each for each in error.resolution.candidates if each.backend == backend)
-                closest = min(own, key=lambda each: len(each.reasons), default=None)
+                closest = closest_row(error.resolution.candidates, backend)
                 cells.append("no such kernel" if closest is None else f"refused: {closest.reasons[0].code}")
                 continue
             base = middle if backend == "torch" else base

@@ -60,6 +60,19 @@ HARDWARE_CODES = frozenset(
     }
 )
 
+#: Reasons that speak of the call, or may (a known fault): another call could be taken on this very machine.
+CALL_CODES = frozenset(
+    {
+        ReasonCode.DTYPE,
+        ReasonCode.HEAD_DIM,
+        ReasonCode.HEADS,
+        ReasonCode.FEATURE,
+        ReasonCode.LAYOUT,
+        ReasonCode.SHAPE,
+        ReasonCode.KNOWN_BAD,
+    }
+)
+
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One reason why one kernel is not used.

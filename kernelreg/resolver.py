@@ -5,7 +5,7 @@ It reads no environment, no clock and no GPU, so a decision can be replayed anyw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
 from kernelreg.quarantine import Finding, quarantine_reasons
-from kernelreg.reasons import Reason, ReasonCode, told_in_order
+from kernelreg.reasons import CALL_CODES, Reason, ReasonCode, told_in_order
 from kernelreg.registry import Backend, Registry
 from kernelreg.requirements import call_reasons, holds, known_bad_reasons, machine_reasons
 
@@ -51,6 +51,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def accepted(self) -> bool:
         """Whether it could run."""
         return self.status != "rejected"
+
+
+def closest_row(candidates: Iterable[Candidate], backend: str) -> Candidate | None:
+    """The row to explain a refusal of the backend by: one that runs here before others, then the fewest reasons."""
+    own = (each for each in candidates if each.backend == backend)
+    return min(
+        own,
+        key=lambda each: (any(reason.code not in CALL_CODES for reason in each.reasons), len(each.reasons)),
+        default=None,
+    )
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ Pure, like the resolver: each operation is decided once for every form that the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import msgspec
@@ -155,7 +155,7 @@ def decide_together(
         state_dtype=best[0],
         state_layout=best[1],
         decisions=decided[best],
-        mismatches=tuple(_mismatches(registry, facts, decided)),
+        mismatches=tuple(_mismatches(decided)),
     )
 
 
@@ -183,15 +183,13 @@ def _best(registry: Registry, facts: Facts, decision: Decision) -> Rank | None:
     return None if row is None else rank(*row, facts, decision.call, decision.policy)
 
 
-def _mismatches(registry: Registry, facts: Facts, decided: Mapping[_Form, tuple[Decision, ...]]) -> Iterable[Mismatch]:
+def _mismatches(decided: Mapping[_Form, tuple[Decision, ...]]) -> Iterable[Mismatch]:
     """Every pair of kernels of two operations of which each runs on some form, and both on none."""
-    count = len(next(iter(decided.values())))
-    suits = [_suits([each[place] for each in decided.values()], list(decided)) for place in range(count)]
-    operations = [each.operation for each in next(iter(decided.values()))]
-    for first, second in ((a, b) for a in range(count) for b in range(a + 1, count)):
+    suits = {column[0].operation: _suits(column, list(decided)) for column in zip(*decided.values(), strict=True)}
+    for first, second in combinations(suits, 2):
         for (row, forms), (other, others) in product(suits[first].items(), suits[second].items()):
             if forms.isdisjoint(others):
-                names = tuple((operations[place], *each) for place, each in ((first, row), (second, other)))
+                names = ((first, *row), (second, *other))
                 yield Mismatch(kernels=names, reason=_mismatch_reason(row, forms, other, others))
 
 

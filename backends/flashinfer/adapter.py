@@ -15,7 +15,7 @@ import torch
 from flashinfer.gdn_prefill import chunk_gated_delta_rule as _public_prefill
 from torch import Tensor
 
-from kernelreg.ops.gdn_arguments import activate_gates
+from kernelreg.ops.gdn_arguments import activate_gates, to_unit_length
 
 from .._keywords import keywords_of
 from .._packed import run_clean
@@ -51,7 +51,7 @@ def chunk_gated_delta_rule(
     ) -> tuple[Tensor, Tensor | None]:
         g, beta = activate_gates(g, beta, **raw_gates)
         if use_qk_l2norm_in_kernel:
-            q, k = _of_unit_length(q), _of_unit_length(k)
+            q, k = (to_unit_length(x.float()).to(x.dtype) for x in (q, k))
         B, T, HV, V = v.shape
         if edges is None:
             edges = torch.arange(0, B * T + 1, T, device=q.device)
@@ -112,9 +112,3 @@ def _packed(x: Tensor) -> Tensor:
 def _turned(state: Tensor, v_first: bool) -> Tensor:
     """Between the caller's layout and FlashInfer's ``[V, K]``."""
     return state if v_first else state.mT.contiguous()
-
-
-def _of_unit_length(x: Tensor) -> Tensor:
-    """As the contract says it: epsilon 1e-6 inside the root."""
-    wide = x.float()
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

@@ -15,7 +15,7 @@ from .._keywords import keywords_of
 
 try:
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose as _public_decode
-except ImportError:  # before 0.6.1 there is none
+except ImportError:  # before 0.6.2 there is none
     _public_decode = None
 
 #: Pools of float32 states came with 0.6.7.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernelreg.ops.gdn_arguments import activate_gates
+from kernelreg.ops.gdn_arguments import activate_gates, to_unit_length
 from kernelreg.ops.gdn_sequences import read_sequences
 
 from .._pool import on_pool
@@ -84,7 +84,7 @@ def _run_exactly(
     gates = activate_gates(g.flatten(0, 1)[:tokens], beta.flatten(0, 1)[:tokens], **raw_gates)
     flat_g, flat_beta = (x.to(wide) for x in gates)
     if use_qk_l2norm_in_kernel:
-        flat_q, flat_k = _normalised(flat_q), _normalised(flat_k)
+        flat_q, flat_k = to_unit_length(flat_q), to_unit_length(flat_k)
     inputs = (flat_q * (K**-0.5 if scale is None else scale), flat_k, flat_v, flat_g, flat_beta, state)
     if cu_seqlens is None:
         o, final = rule(*inputs, equal_layout(B, T, min(chunk, _chunk_for(T)), q.device))
@@ -102,8 +102,3 @@ def _run_exactly(
 def _chunk_for(length: int) -> int:
     """The smallest power of two that holds a sequence: a short one is not padded to a long chunk."""
     return 1 << max(length - 1, 0).bit_length()
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """Unit length over the last dimension, with the epsilon that FLA and FlashQLA use inside the root."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

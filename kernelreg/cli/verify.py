@@ -17,7 +17,7 @@ from kernelreg.errors import ConfigurationError, KernelregError, unknown_name
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
 from kernelreg.policy import Policy
-from kernelreg.resolver import Candidate, decide
+from kernelreg.resolver import closest_row, decide
 from kernelreg.session import session
 from kernelreg.verify.cases import cases
 from kernelreg.verify.child import Task
@@ -123,13 +123,10 @@ def _usable(
             rows = [each for each in decision.candidates if each.backend == backend]
             if any(each.accepted for each in rows):
                 runnable.append((operation, backend))
-            elif rows:
-                left.append(Left(operation=operation, backend=backend, reasons=_closest(rows)))
+            elif (closest := closest_row(rows, backend)) is not None:
+                reasons = tuple(str(reason) for reason in closest.reasons)
+                left.append(Left(operation=operation, backend=backend, reasons=reasons))
     return runnable, tuple(left)
-
-
-def _closest(rows: list[Candidate]) -> tuple[str, ...]:
-    return tuple(str(reason) for reason in min(rows, key=lambda each: len(each.reasons)).reasons)
 
 
 def _judge(pairs: list[tuple[str, str]], device: str, limit: float, *, quiet: bool) -> tuple[Outcome, ...]:

@@ -144,6 +144,11 @@ def activate_gates(
     return g, beta
 
 
+def to_unit_length(x: Tensor) -> Tensor:
+    """Unit length over the last dimension, in x's dtype, with the epsilon that FLA and FlashQLA use inside the root."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 def _require_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise CallError(f"{name} is a {type(value).__name__}; accepted: a tensor")

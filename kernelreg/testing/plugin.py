@@ -106,7 +106,8 @@ class _Evidence:
             return
         self._done += 1
         self._failed += report.failed
-        self._rows += [(str(a), str(b), str(c)) for name, (a, b, c) in _told(report) if name == "evidence"]
+        told: list[tuple[str, Any]] = report.user_properties
+        self._rows += [(str(a), str(b), str(c)) for name, (a, b, c) in told if name == "evidence"]
         if time.monotonic() - self._written > _EVERY:
             self._write()
 
@@ -118,10 +119,6 @@ class _Evidence:
         lines = evidence(self._command, self._rows, self._done, self._failed)
         self._path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         self._written = time.monotonic()
-
-
-def _told(report: pytest.TestReport) -> list[tuple[str, Any]]:
-    return list(report.user_properties)
 
 
 def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed: int) -> list[str]:
@@ -149,14 +146,16 @@ def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed:
         "reason. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states / gradients of q, k, "
         "v, g, beta and the initial state.",
     ]
-    titles = dict.fromkeys(case.partition(": ")[0] for case in _in_order(case for case, _, _ in rows))
-    for title in titles:
-        mine = {case: case.partition(": ")[2] for case, _, _ in rows if case.partition(": ")[0] == title}
+    sections: dict[str, dict[str, str]] = {}
+    for case in _in_order(case for case, _, _ in rows):
+        title, _, name = case.partition(": ")
+        sections.setdefault(title, {})[case] = name
+    for title, mine in sections.items():
         there = [each for each in backends if any((case, each) in results for case in mine)]
         lines += ["", f"## {title}", "", f"| case | {' | '.join(there)} |", "|---" * (len(there) + 1) + "|"]
-        for case in _in_order(mine):
+        for case, name in mine.items():
             cells = (results.get((case, each), "–").replace("|", "/") for each in there)
-            lines.append(f"| {mine[case]} | {' | '.join(cells)} |")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 

@@ -14,8 +14,7 @@ import kernelreg
 from kernelreg import gdn
 from kernelreg.ops import operation_named
 from kernelreg.ops.gdn_reference import reference_gated_delta_rule
-from kernelreg.reasons import Reason, ReasonCode
-from kernelreg.resolver import Candidate
+from kernelreg.resolver import Candidate, closest_row
 from kernelreg.verify.cases import Case
 from kernelreg.verify.inputs import Arguments, leaves
 from kernelreg.verify.outcome import Outcome, Status
@@ -92,24 +91,10 @@ def relative(actual: Tensor, reference: Tensor) -> float:
 
 
 def _refusal(candidates: tuple[Candidate, ...], backend: str) -> str:
-    """Why the closest row does not take the call: one that runs on this machine before one that does not."""
-    rows = [each for each in candidates if each.backend == backend]
-    if not rows:
+    closest = closest_row(candidates, backend)
+    if closest is None:
         return "the backend has no kernel for this operation"
-    closest = min(rows, key=lambda each: (any(_of_machine(reason) for reason in each.reasons), len(each.reasons)))
     return "; ".join(str(reason) for reason in closest.reasons)
-
-
-def _of_machine(reason: Reason) -> bool:
-    return reason.code not in (
-        ReasonCode.DTYPE,
-        ReasonCode.HEAD_DIM,
-        ReasonCode.HEADS,
-        ReasonCode.FEATURE,
-        ReasonCode.LAYOUT,
-        ReasonCode.SHAPE,
-        ReasonCode.KNOWN_BAD,
-    )
 
 
 def _bounds(case: Case, errors: dict[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 import kernelreg
 from kernelreg.gdn import fused_recurrent_gated_delta_rule
 from kernelreg.ops import operation_named
+from kernelreg.resolver import closest_row
 from kernelreg.testing.plugin import Record
 from tests.gdn_cases import Call, pool_call, relative
 
@@ -82,9 +83,9 @@ def test_a_thousand_steps(backend: str, pool_dtype: torch.dtype, v_first: bool, 
             with kernelreg.use(backend=backend), torch.no_grad():
                 o, _ = fused_recurrent_gated_delta_rule(**{**call, "initial_state": pool})
         except kernelreg.NoBackendError as error:
-            rows = [each for each in error.resolution.candidates if each.backend == backend]
-            reasons = min((each.reasons for each in rows), key=len)
-            record(name, backend, "refused: " + "; ".join(map(str, reasons)))
+            closest = closest_row(error.resolution.candidates, backend)
+            assert closest is not None
+            record(name, backend, "refused: " + "; ".join(map(str, closest.reasons)))
             return
         others = torch.ones(SLOTS, dtype=torch.bool)
         others[slots[slots >= 0]] = False
