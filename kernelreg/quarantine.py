@@ -14,6 +14,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One kernel's fault. It keeps the kernel from every call that uses what is to blame.
 
     Attributes:
+        devices: where it was found, and the devices that are the same card.
         features, dtype: what is to blame: calls that use all of these features, in that dtype (None: in any).
         cause: the failing case, and how it failed.
         fix: how to test the kernel again.
@@ -22,6 +23,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     operation: str
     backend: str
     kernel: str
+    devices: frozenset[str]
     features: frozenset[str]
     dtype: str | None
     cause: str
@@ -31,6 +33,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether the fault keeps this kernel from the call; what a call does not say is not held against it."""
         return (
             (self.operation, self.backend, self.kernel) == (call.operation, backend, kernel)
+            and call.device in self.devices
             and self.features <= call.features
             and (call.dtype is None or self.dtype in (None, call.dtype))
         )

@@ -133,7 +133,7 @@ class Session:
             except KernelregError as error:
                 say_once(logging.WARNING, f"results of kernelreg verify are left out: {error}")
                 record = None
-            known = self._findings[fingerprint] = record.findings if record else ()
+            known = self._findings[fingerprint] = record.findings(facts) if record else ()
         return known
 
     def trust_all(self) -> None:

@@ -9,16 +9,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import pytest
 
 import kernelreg
+from kernelreg.call import make_call
 from kernelreg.ops import operation_named
+from kernelreg.quarantine import quarantine_reasons
 from kernelreg.verify.cases import Case, cases
 from kernelreg.verify.judge import judge
+from kernelreg.verify.outcome import Outcome
+from kernelreg.verify.records import Record
 from tests.distributions import install
-from tests.machines import descriptor
+from tests.machines import descriptor, machine
 
 #: A backend whose function is the torch backend's, and then whatever FAULT does to it.
 ADAPTER = """
@@ -151,6 +156,43 @@ def test_draws_are_the_same_for_a_seed_and_cover_the_contract() -> None:
     assert {len(each.accepted) > 0 for each in drawn} == {True, False}
 
 
+def outcome(status: Literal["right", "wrong"], device: str) -> Outcome:
+    return Outcome(
+        operation="gdn.chunk",
+        backend="fla",
+        kernel="triton",
+        case="dense",
+        status=status,
+        device=device,
+        errors={"o": 1e-3} if status == "right" else {},
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "kept_from"),
+    [
+        ([("wrong", "cuda:1")], {"cuda:1", "cuda:2"}),  # two H100
+        ([("wrong", "cuda:0")], {"cuda:0"}),  # the only RTX 5090
+        ([("wrong", "cuda:1"), ("right", "cpu")], {"cuda:1", "cuda:2"}),
+        ([("wrong", "cuda:1"), ("right", "cuda:2")], {"cuda:1"}),
+        ([("wrong", "cuda:1"), ("right", "cuda:0")], {"cuda:1", "cuda:2"}),
+        ([("wrong", "cuda:1"), ("right", "cuda:1")], set()),
+    ],
+)
+def test_a_card_is_judged_by_what_it_and_its_like_did(
+    outcomes: list[tuple[Literal["right", "wrong"], str]], kept_from: set[str]
+) -> None:
+    facts = machine("mixed-h100-rtx5090")
+    second = msgspec.structs.replace(facts.devices[1], index=2, uuid=None, pci_bus_id=None)
+    facts = msgspec.structs.replace(facts, devices=(*facts.devices, second))
+    record = Record(date="2026-12-02", fingerprint=facts.fingerprint)
+    for each in outcomes:
+        record = record.with_run((outcome(*each),), "2026-12-02")
+    calls = [make_call("gdn.chunk", name) for name in ("cuda:0", "cuda:1", "cuda:2", "cpu")]
+    findings = record.findings(facts)
+    assert {each.device for each in calls if quarantine_reasons(findings, "fla", "triton", each)} == kept_from
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -201,8 +243,8 @@ def test_a_wrong_kernel_is_not_chosen_again_for_such_calls(verify: Any) -> None:
     assert "'varlen'" in row["reasons"][0]["actual"]
     assert len([each for each in row["reasons"] if each["code"] == "quarantined"]) == 1
     told = " ".join(verify("doctor").stdout.split())
-    assert "quarantine: acme only is kept from gdn.chunk calls with varlen: kernelreg verify" in told
-    assert row["reasons"][0]["fix"] == "python -m kernelreg verify gdn.chunk --backend acme"
+    assert "quarantine: acme only is kept from gdn.chunk calls with varlen on cpu: kernelreg verify" in told
+    assert row["reasons"][0]["fix"] == "python -m kernelreg verify gdn.chunk --backend acme --device cpu"
     assert "quarantined" not in verify(*words, "--features", "initial-state").stdout  # dense calls were right
     assert verify("verify", "--forget").stdout == "forgotten\n"
     assert "quarantined" not in verify(*words, "--features", used).stdout
@@ -214,7 +256,7 @@ def test_a_fault_that_no_feature_explains_keeps_the_kernel_from_every_call(verif
     rows = json.loads(verify("resolve", "gdn", "--json").stdout)["candidates"]
     (row,) = (each for each in rows if each["backend"] == "acme")
     assert [each["code"] for each in row["reasons"]] == ["quarantined"]
-    assert "acme only is kept from all gdn.chunk calls" in " ".join(verify("doctor").stdout.split())
+    assert "acme only is kept from all gdn.chunk calls on cpu" in " ".join(verify("doctor").stdout.split())
 
 
 def test_a_backend_that_computed_nothing_is_not_ok(verify: Any, tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import flashinfer
 import torch
 from torch import Tensor
+
+from kernelreg.versions import satisfies
 
 from .._keywords import keywords_of
 
@@ -18,9 +21,10 @@ try:
 except ImportError:  # before 0.6.2 there is none
     _public_decode = None
 
-#: Pools of float32 states came with 0.6.7.
+#: Pools of float32 states came with 0.6.7, and such with other data between the states with 0.6.8.
 _WORDS = frozenset() if _public_decode is None else keywords_of(_public_decode)
 _KNOWS_POOLS = {"initial_state", "initial_state_indices"} <= _WORDS
+_KNOWS_PAGES = bool(satisfies(flashinfer.__version__, ">=0.6.8", by_release=True))
 _CHOSEN = {"backend": "flashinfer"} if "backend" in _WORDS else {}
 
 
@@ -37,7 +41,7 @@ def decodes_in_place(q: Tensor, g: Tensor, beta: Tensor, options: dict[str, Any]
         and len(pool) > 0
         and bool(options.get("state_v_first"))
         and pool.dtype == torch.float32
-        and pool.stride(-1) == 1
+        and (pool.is_contiguous() or (_KNOWS_PAGES and pool[0].is_contiguous()))
         and q.dtype == g.dtype == beta.dtype == torch.bfloat16
         and bool(options.get("use_gate_in_kernel"))
         and bool(options.get("use_beta_sigmoid_in_kernel"))

@@ -116,8 +116,11 @@ def _quarantined(findings: Sequence[Finding]) -> list[str]:
     for each in findings:
         uses = " and ".join([*sorted(each.features), *([each.dtype] if each.dtype else [])])
         which = f"{each.operation} calls with {uses}" if uses else f"all {each.operation} calls"
-        key = (each.backend, each.kernel, which)
-        told.setdefault(key, f"{each.backend} {each.kernel} is kept from {which}: {each.cause}; fix: {each.fix}")
+        key = (each.backend, each.kernel, which, each.devices)
+        where = ", ".join(sorted(each.devices))
+        told.setdefault(
+            key, f"{each.backend} {each.kernel} is kept from {which} on {where}: {each.cause}; fix: {each.fix}"
+        )
     return list(told.values())
 
 

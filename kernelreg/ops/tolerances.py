@@ -31,6 +31,9 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
         return self.own.get(name, self.backward)
 
 
+#: By how much one token's vector, or one head's state, may be farther off than the whole tensor. The roundings of one
+#: part add up to more or less than the average; docs/evidence has the largest that a right kernel showed.
+ONE_PART = 4.0
 _BFLOAT16, _FLOAT16, _TF32 = 2.0**-8, 2.0**-11, 2.0**-11  # unit roundoffs: 8, 11 and 11 digits
 #: The gradient of a key is a small difference of large terms: FLA and FlashQLA, which share no code, lose the same
 #: twelve to fifteen roundoffs to it (docs/evidence).

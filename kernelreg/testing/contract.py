@@ -5,26 +5,23 @@ The module may say where and for whom: ``DEVICE = "cuda:0"``, ``BACKENDS = ("acm
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 import kernelreg
 from kernelreg.ops import operation_named
+from kernelreg.testing.plugin import Record
 from kernelreg.verify.cases import Case, cases
 from kernelreg.verify.judge import foresee, judge
 
 __all__ = ["test_contract", "test_some_case_runs"]
 
 
-def test_contract(
-    contract_case: Case, contract_backend: str, contract_device: str, record: Callable[[str, str, str], None]
-) -> None:
+def test_contract(contract_case: Case, contract_backend: str, contract_device: str, record: Record) -> None:
     """The right numbers within the operation's tolerances, or a refusal with a reason."""
     outcome = judge(contract_case, contract_backend, contract_device)
     if outcome.status == "not here":
         pytest.skip(str(outcome.reason))
-    record(f"{contract_case.operation}: {contract_case.name}", contract_backend, str(outcome))
+    record(f"{contract_case.operation}: {contract_case.name}", contract_backend, str(outcome), outcome.worst_part)
     assert outcome.status != "wrong", outcome.reason
 
 

@@ -6,20 +6,35 @@ import datetime
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pytest
 
 import kernelreg
+from kernelreg.ops.tolerances import ONE_PART
 
 if TYPE_CHECKING:
     from kernelreg.verify.cases import Case
 
 #: Seconds between two writings of the evidence file.
 _EVERY = 5.0
-Record = Callable[[str, str, str], None]
+
+
+class Record(Protocol):
+    """Keeps a row for the evidence file: the case, the backend, the result, and the error of its worst part."""
+
+    def __call__(self, case: str, backend: str, result: str, worst_part: float = 0.0) -> None: ...
+
+
+class Row(NamedTuple):
+    """What a test recorded."""
+
+    case: str
+    backend: str
+    result: str
+    worst_part: float
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,9 +101,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Record:
-    """``record(case, backend, result)`` keeps a row for the evidence file."""
+    """Keeps rows for the evidence file."""
     properties = request.node.user_properties
-    return lambda case, backend, result: properties.append(("evidence", (case, backend, result)))
+
+    def keep(case: str, backend: str, result: str, worst_part: float = 0.0) -> None:
+        properties.append(("evidence", (case, backend, result, worst_part)))
+
+    return keep
 
 
 class _Evidence:
@@ -97,7 +116,7 @@ class _Evidence:
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self._path = path
         self._command = f"python -m {' '.join(['pytest', *config.invocation_params.args])}"
-        self._rows: list[tuple[str, str, str]] = []
+        self._rows: list[Row] = []
         self._done = self._failed = 0
         self._written = 0.0
 
@@ -107,7 +126,7 @@ class _Evidence:
         self._done += 1
         self._failed += report.failed
         told: list[tuple[str, Any]] = report.user_properties
-        self._rows += [(str(a), str(b), str(c)) for name, (a, b, c) in told if name == "evidence"]
+        self._rows += [Row(*row) for name, row in told if name == "evidence"]
         if time.monotonic() - self._written > _EVERY:
             self._write()
 
@@ -121,7 +140,7 @@ class _Evidence:
         self._written = time.monotonic()
 
 
-def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed: int) -> list[str]:
+def evidence(command: str, rows: list[Row], tests: int, failed: int) -> list[str]:
     """The evidence file's lines: what was run, where, and each case's result for each backend."""
     facts = kernelreg.facts()
     where = f"{facts.platform.machine}, no GPU"
@@ -130,10 +149,10 @@ def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed:
         where = f"{device.name}, compute capability {device.compute_capability}, "
         where += f"driver {facts.driver and facts.driver.version}"
     versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
-    backends = sorted({backend for _, backend, _ in rows}, key=lambda name: (name == "all", name != "torch", name))
-    results = {(case, backend): result for case, backend, result in rows}
-    told = [result for _, _, result in rows]
-    refused = sum(result.startswith("refused") for result in told)
+    backends = sorted({each.backend for each in rows}, key=lambda name: (name == "all", name != "torch", name))
+    results = {(each.case, each.backend): each.result for each in rows}
+    refused = sum(each.result.startswith("refused") for each in rows)
+    worst = max(rows, key=lambda each: each.worst_part)
     lines = [
         f"# GDN kernels under the contract, {datetime.date.today().isoformat()}",
         "",
@@ -142,12 +161,18 @@ def evidence(command: str, rows: list[tuple[str, str, str]], tests: int, failed:
         f"{where}; Python {sys.version.split()[0]}, torch {facts.torch and facts.torch.version}, "
         f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions or 'no kernel library'}.",
         "",
-        f"{tests} tests, {failed} failed; {len(told) - refused} right or as it should be, {refused} refused with a "
+        f"{tests} tests, {failed} failed; {len(rows) - refused} right or as it should be, {refused} refused with a "
         "reason. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states / gradients of q, k, "
-        "v, g, beta and the initial state.",
+        "v, g, beta, the initial state, A_log and dt_bias.",
     ]
+    if worst.worst_part:
+        lines[-1] += (
+            " The farthest that one token's vector, one head's state or one head's gates were off is "
+            f"{worst.worst_part:.2f} times the bound on their tensor ({worst.backend}, {worst.case}); "
+            f"{ONE_PART:g} times is allowed."
+        )
     sections: dict[str, dict[str, str]] = {}
-    for case in _in_order(case for case, _, _ in rows):
+    for case in _in_order(each.case for each in rows):
         title, _, name = case.partition(": ")
         sections.setdefault(title, {})[case] = name
     for title, mine in sections.items():

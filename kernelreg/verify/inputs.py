@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid, normalize
 Arguments = dict[str, Any]
 
 #: The arguments that can have a gradient.
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
 
 def gdn_call(
@@ -105,6 +105,6 @@ def pool_call(
     return call
 
 
-def leaves(call: Arguments) -> dict[str, Tensor]:
-    """The call's differentiable tensors, made to require gradients in place."""
-    return {name: call[name].requires_grad_() for name in DIFFERENTIABLE if name in call}
+def leaves(call: Arguments, names: Sequence[str] = DIFFERENTIABLE) -> dict[str, Tensor]:
+    """The call's differentiable tensors of these names, made to require gradients in place."""
+    return {name: call[name].requires_grad_() for name in names if isinstance(call.get(name), Tensor)}

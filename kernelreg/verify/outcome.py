@@ -13,10 +13,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One case on one backend.
 
     Attributes:
+        device: where it ran, as torch names it.
         kernel: the row that ran; None where none did.
         status: ``right``, ``refused`` (``reason`` says why), ``wrong``, or ``not here``: the case needs a CUDA device.
         errors: ``‖out − ref‖ / ‖ref‖`` of the output ``o``, the states ``state`` and gradients ``dq`` …
         bounds: what each may be.
+        worst_part: the largest error of one token's vector or one head's state, as a multiple of its tensor's bound.
         reason: why it was refused, or what is wrong.
         features, dtype: what the call used.
     """
@@ -24,18 +26,20 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     case: str
     operation: str
     backend: str
+    device: str
     kernel: str | None = None
     status: Status
     errors: dict[str, float] = {}
     bounds: dict[str, float] = {}
+    worst_part: float = 0.0
     reason: str | None = None
     features: tuple[str, ...] = ()
     dtype: str | None = None
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """Which case on which backend."""
-        return self.operation, self.backend, self.case
+    def key(self) -> tuple[str, str, str, str]:
+        """Which case on which backend and device."""
+        return self.device, self.operation, self.backend, self.case
 
     @property
     def computed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,13 +44,19 @@ def prepare(case: Case, device: str, seed: int | None = None, lengths: tuple[int
     call |= {"output_final_state": case.final, "scale": case.scale}
     if case.strong:
         call["g"][:, 1::7] = -80.0
+    if case.small_vectors:
+        for name in ("q", "k"):
+            call[name][:, ::3] = 0
+            call[name][:, 1::3] *= 1e-4
     for name, dtype in case.cast.items():
         call[name] = call[name].to(getattr(torch, dtype))
     if case.raw:
         call |= _raw(case, call, seed)
-    if case.behind:
+    for place in _unseen(case, lengths):
         for name in ("q", "k", "v", "g", "beta"):
-            call[name][:, sum(lengths) :] = float("nan")
+            call[name][place] = float("nan")
+    if case.host_edges:
+        call["cu_seqlens_cpu"] = call["cu_seqlens"].cpu()
     if case.int32:
         for name in ("cu_seqlens", "state_indices", "num_accepted_tokens"):
             if name in call:
@@ -58,12 +65,39 @@ def prepare(case: Case, device: str, seed: int | None = None, lengths: tuple[int
         call["state_v_first"] = True
         if "initial_state" in call:
             call["initial_state"] = call["initial_state"].mT.contiguous()
+    if "initial_state" in call:
+        call["initial_state"] = _PLACED[case.states](call["initial_state"])
     if case.sliced:
         for names in (("q", "k", "v"), ("g", "beta")):
             call |= _slices({name: call[name] for name in names})
     if case.broken == "device":
         call["cu_seqlens"] = call["cu_seqlens"].to("meta" if device == "cpu" else "cpu")
     return call
+
+
+def _unseen(case: Case, lengths: tuple[int, ...]) -> Iterator[tuple[int | slice, ...]]:
+    """Where the tokens lie that must not matter: behind the last sequence, and of sequences without a slot."""
+    if case.behind:
+        yield 0, slice(sum(lengths), None)
+    rows: tuple[int | tuple[int, ...], ...] = case.slots
+    for number, slots in enumerate(rows):
+        token = case.accepted[number] - 1 if case.accepted else 0
+        if (slots[token] if isinstance(slots, tuple) else slots) < 0:
+            first = sum(lengths[:number])
+            yield (0, slice(first, first + lengths[number])) if case.packed else (number,)
+
+
+def _between(states: Tensor) -> Tensor:
+    """The states with other data between them, as in a cache that holds more than states."""
+    rows = states.new_zeros(len(states), states[:1].numel() + _BAND)
+    return rows[:, : states[:1].numel()].view(states.shape).copy_(states)
+
+
+_PLACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "alone": lambda states: states,
+    "between": _between,
+    "turned": lambda states: states.mT.contiguous().mT,
+}
 
 
 def _raw(case: Case, call: Arguments, seed: int) -> Arguments:
@@ -75,6 +109,8 @@ def _raw(case: Case, call: Arguments, seed: int) -> Arguments:
     more: Arguments = {}
     if "gate" in case.raw:
         more |= {"use_gate_in_kernel": True, "A_log": random(case.value_heads), "dt_bias": random(case.value_heads)}
+        if "unbiased" in case.raw:
+            more["dt_bias"] = None
         more["g"] = random(*call["g"].shape).to(call["g"].dtype)
     if "beta" in case.raw:
         more |= {"use_beta_sigmoid_in_kernel": True, "beta": random(*call["beta"].shape).to(call["beta"].dtype)}

@@ -7,7 +7,7 @@ and another release of kernelreg has other adapters: neither is judged by what w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ import msgspec
 from kernelreg._version import __version__
 from kernelreg.decoding import decode_json, read_bytes
 from kernelreg.errors import KernelregError
+from kernelreg.machine.model import Facts
 from kernelreg.quarantine import Finding
 from kernelreg.verify.outcome import Outcome
 
@@ -34,32 +35,44 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fingerprint: str
     outcomes: tuple[Outcome, ...] = ()
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The wrong outcomes, as the resolver takes them."""
-        return tuple(
-            _finding(each, self.outcomes, self.date) for each in self.outcomes if each.status == "wrong" and each.kernel
-        )
+    def findings(self, facts: Facts) -> tuple[Finding, ...]:
+        """The wrong outcomes, as the resolver takes them. What one card gets wrong is held against its like, too."""
+        judged = {each.key for each in self.outcomes if each.status in ("right", "wrong")}
+        found = []
+        for each in self.outcomes:
+            if each.status == "wrong" and each.kernel:
+                _, *case = each.key
+                like = {name for name in _alike(each.device, facts) if (name, *case) not in judged}
+                found.append(_finding(each, frozenset({each.device, *like}), self.outcomes, self.date))
+        return tuple(found)
 
     def with_run(self, outcomes: tuple[Outcome, ...], date: str) -> Record:
         """This record with a run's outcomes in place of what was known of the same cases.
 
-        What was wrong stays so until the same case computes something again: a run that was cut short, refused the
-        case or is another draw clears nothing.
+        What was wrong stays so until the same case is judged again on the same device: a run that was cut short,
+        refused the case or drew another clears nothing.
         """
-        judged = {each.key for each in outcomes if each.computed or (each.status == "wrong" and each.kernel)}
+        judged = {each.key for each in outcomes if each.status == "right" or (each.status == "wrong" and each.kernel)}
         again = {each.key for each in outcomes}
         kept = tuple(each for each in self.outcomes if each.key not in (judged if each.status == "wrong" else again))
         return msgspec.structs.replace(self, outcomes=(*kept, *outcomes), date=date)
 
 
-def _finding(outcome: Outcome, outcomes: Iterable[Outcome], date: str) -> Finding:
+def _alike(name: str, facts: Facts) -> Iterator[str]:
+    """The devices that are the same model as this one."""
+    own = facts.device(name)
+    for each in facts.devices:
+        if own and (each.name, each.compute_capability, each.mig) == (own.name, own.compute_capability, own.mig):
+            yield each.torch_name
+
+
+def _finding(outcome: Outcome, devices: frozenset[str], outcomes: Iterable[Outcome], date: str) -> Finding:
     """What a wrong outcome is blamed on: what it used and no right call of the same kernel did.
 
     Where that is nothing, or nothing was right, the kernel is to blame, for every call.
     """
-    row = (outcome.operation, outcome.backend, outcome.kernel)
-    right = [each for each in outcomes if each.computed and (each.operation, each.backend, each.kernel) == row]
+    row = (outcome.device, outcome.operation, outcome.backend, outcome.kernel)
+    right = [each for each in outcomes if each.computed and (*each.key[:3], each.kernel) == row]
     used = frozenset(outcome.features) if right else frozenset()
     harmless = {feature for each in right for feature in each.features}
     dtypes = {each.dtype for each in right}
@@ -67,10 +80,11 @@ def _finding(outcome: Outcome, outcomes: Iterable[Outcome], date: str) -> Findin
         operation=outcome.operation,
         backend=outcome.backend,
         kernel=outcome.kernel or "",
+        devices=devices,
         features=used - harmless,
         dtype=outcome.dtype if dtypes and outcome.dtype not in dtypes else None,
-        cause=f"kernelreg verify, {date}, {outcome.case!r}: {outcome.reason}",
-        fix=f"python -m kernelreg verify {outcome.operation} --backend {outcome.backend}",
+        cause=f"kernelreg verify on {outcome.device}, {date}, {outcome.case!r}: {outcome.reason}",
+        fix=f"python -m kernelreg verify {outcome.operation} --backend {outcome.backend} --device {outcome.device}",
     )
 
 

@@ -116,6 +116,7 @@ def _lost(task: Task, started: Started | None, cause: str) -> Outcome:
         case=started.case if started else "start",
         operation=task.operation,
         backend=task.backend,
+        device=task.device,
         kernel=started.kernel if started else None,
         status="wrong",
         reason=cause[:400],
