@@ -111,5 +111,9 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def told_in_order(reasons: list[Reason]) -> tuple[Reason, ...]:
-    """Reasons without repeats, the most telling first."""
+    """Reasons without repeats, the most telling first. Where the device itself does not fit, nothing else is a fix."""
+    if any(reason.code in HARDWARE_CODES for reason in reasons):
+        reasons = [
+            reason if reason.code in HARDWARE_CODES else msgspec.structs.replace(reason, fix=None) for reason in reasons
+        ]
     return tuple(sorted(dict.fromkeys(reasons), key=lambda reason: _ORDER[reason.code]))

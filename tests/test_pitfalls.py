@@ -276,7 +276,8 @@ def test_problems_of_detection_do_not_change_the_decision() -> None:
 
 
 def test_what_a_row_alone_needs_has_a_fix_of_its_own() -> None:
-    resolution = decided(machine("mixed-h100-rtx5090", packages={"flashinfer-python": "0.7.4"}), device="cuda:1")
+    blackwell = {"compute_capability": "10.0"}
+    resolution = decided(machine("h200", packages={"flashinfer-python": "0.7.4"}, device=blackwell))
     row = next(each for each in resolution.candidates if (each.backend, each.kernel) == ("flashinfer", "sm100"))
     fixes = {reason.subject: reason.fix for reason in row.reasons if reason.code == "package-missing"}
     assert fixes == {"nvidia-cutlass-dsl-libs-cu13": 'pip install "nvidia-cutlass-dsl-libs-cu13>=4.4.2"'}

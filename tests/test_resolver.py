@@ -200,8 +200,14 @@ def test_without_torch_every_kernel_says_so_and_how_to_get_it() -> None:
     assert resolution.backend is None
     for row in resolution.candidates:
         reason = next(each for each in row.reasons if each.code == "torch-missing")
-        assert reason.fix is not None
-        assert reason.fix.startswith("pip install")
+        assert (reason.fix or "").startswith("pip install") is (row.backend == "torch")
+
+
+def test_no_fix_is_offered_where_the_device_itself_does_not_fit() -> None:
+    for facts in (machine("a100-ngc"), machine("cpu-only")):
+        for row in decided(facts).candidates:
+            unfit = {"compute-capability", "device-type"} & {str(each.code) for each in row.reasons}
+            assert not unfit or not [each.fix for each in row.reasons if each.fix], row
 
 
 def test_evidence_may_depend_on_the_tokens() -> None:
