@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kernelreg import policy as policies
-from kernelreg.call import STATES, make_call
+from kernelreg.call import STATES, make_call, read_features
 from kernelreg.descriptor import Descriptor, load_descriptor, make_descriptor
-from kernelreg.errors import ConfigurationError, unknown_name
+from kernelreg.errors import ConfigurationError, several, unknown_name
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
@@ -69,10 +69,9 @@ def resolve(
         "sequences": sequences,
         "features": features,
     }
-    if facts is not None and not isinstance(facts, Facts):
-        facts = Facts.load(facts)
+    given = None if facts is None else _read_facts(facts)
     if like is None:
-        known = session.facts() if facts is None else facts
+        known = session.facts() if given is None else given
         name = session.default_device(known) if device is None else session.named_device(str(device), known)
         return session.resolve(make_call(operation, name, **options), facts=known, policy=policy)
     said = sorted(name for name, value in options.items() if value is not None)
@@ -81,7 +80,7 @@ def resolve(
     from kernelreg.gdn import call_like
 
     call = call_like(operation, like)
-    return session.resolve(call, facts=session.facts_seeing(call.device) if facts is None else facts, policy=policy)
+    return session.resolve(call, facts=session.facts_seeing(call.device) if given is None else given, policy=policy)
 
 
 def resolve_together(
@@ -110,27 +109,38 @@ def resolve_together(
         NoBackendError: an operation has no kernel on any form of the state; the message has all reasons.
         ConfigurationError: an override or an argument names something unknown.
     """
-    if facts is not None and not isinstance(facts, Facts):
-        facts = Facts.load(facts)
+    known = session.facts() if facts is None else _read_facts(facts)
     if features is not None and not isinstance(features, Mapping):
         raise ConfigurationError(
             f"features={features!r}; accepted: of each operation, {{'gdn.recurrent': {{'state-pool'}}}}"
         )
-    known = session.facts() if facts is None else facts
     place = session.default_device(known) if device is None else session.named_device(str(device), known)
-    said = {operation_named(name).name: frozenset(each) for name, each in (features or {}).items()}
-    names = list(dict.fromkeys(operation_named(name).name for name in operations))
+    wanted = several(f"{operations=}", operations, "two operations or more, ['gdn.chunk', 'gdn.recurrent']")
+    names = list(dict.fromkeys(operation_named(name).name for name in wanted))
     if len(names) < 2:
-        raise ConfigurationError(f"resolve_together({list(operations)}); accepted: two operations or more")
-    for name in said:
-        if name not in names:
-            raise ConfigurationError(unknown_name("operation in features", name, names))
+        raise ConfigurationError(f"operations={wanted!r}; accepted: two operations or more")
+    said: dict[str, frozenset[str]] = {}
+    for word, each in (features or {}).items():
+        operation = operation_named(word)
+        if operation.name not in names:
+            raise ConfigurationError(unknown_name("operation in features", word, names))
+        if operation.name in said:
+            raise ConfigurationError(f"features={features!r}: {operation.name} is given twice; accepted: once")
+        said[operation.name] = read_features(f"features[{word!r}]={each!r}", each, operation)
     calls = []
     for name in names:
         uses = said.get(name, frozenset())
         uses = uses if uses & STATES else uses | {"initial-state", "final-state"}
         calls.append(make_call(name, place, features=uses, **options))
     return session.resolve_together(calls, facts=known, policy=policy)
+
+
+def _read_facts(facts: object) -> Facts:
+    if isinstance(facts, Facts):
+        return facts
+    if not isinstance(facts, (str, os.PathLike)):
+        raise ConfigurationError(f"facts={facts!r}; accepted: kernelreg.Facts, or the path of a facts file")
+    return Facts.load(facts)
 
 
 def facts() -> Facts:

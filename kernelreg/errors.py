@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kernelreg.reasons import Reason
@@ -17,6 +17,13 @@ class KernelregError(Exception):
 
 class ConfigurationError(KernelregError, ValueError):
     """An override (environment variable, ``use()``, argument) that names or says something unknown."""
+
+
+class UnknownOperationError(ConfigurationError, KeyError):
+    """A name that no operation has; a KeyError, too, so that what is looked up by operation is a proper mapping."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # a KeyError would quote it
 
 
 class DescriptorError(KernelregError, ValueError):
@@ -53,14 +60,31 @@ class NoBackendError(KernelregError, RuntimeError):
         return type(self), (str(self), self.resolution)
 
 
-def nearest(given: str, accepted: Iterable[str]) -> str | None:
+def several(said: str, value: object, accepted: str) -> list[Any]:
+    """What is in a list, set or the like that a person gave. A string is one thing, and not its letters.
+
+    Args:
+        said: what was written, as it was written.
+        accepted: what should have been given.
+
+    Raises:
+        ConfigurationError: it is not several things.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigurationError(f"{said}; accepted: {accepted}")
+    return list(value)
+
+
+def nearest(given: object, accepted: Iterable[str]) -> str | None:
     """The accepted name closest to what was given, or None when nothing is close."""
+    if not isinstance(given, str):
+        return None
     folded = {name.lower().replace("-", "_"): name for name in accepted}
     found = difflib.get_close_matches(given.lower().replace("-", "_"), folded, n=1, cutoff=0.5)
     return folded[found[0]] if found else None
 
 
-def unknown_name(kind: str, given: str, accepted: Iterable[str]) -> str:
+def unknown_name(kind: str, given: object, accepted: Iterable[str]) -> str:
     """``unknown feature 'varlne'; accepted: …; did you mean 'varlen'?``"""
     names = sorted(accepted)
     hint = nearest(given, names)

@@ -192,7 +192,7 @@ class Session:
             NoBackendError: nothing fits.
         """
         known = self.facts() if facts is None else facts
-        wanted = self.policy() if policy is None else policy
+        wanted = self._wanted(policy)
         registry = self.registry()
         decision = decide(registry, known, call, wanted, self.ruled_out, self.findings(known))
         resolution = self._resolution(decision, registry, known)
@@ -206,7 +206,7 @@ class Session:
         Raises:
             NoBackendError: an operation has no kernel on any form of the state.
         """
-        wanted = self.policy() if policy is None else policy
+        wanted = self._wanted(policy)
         registry = self.registry()
         joint = decide_together(registry, facts, calls, wanted, self.ruled_out, self.findings(facts))
         resolutions = [self._resolution(each, registry, facts) for each in joint.decisions]
@@ -215,6 +215,14 @@ class Session:
             if each.backend is None:
                 raise NoBackendError(found.explain(), each)
         return found
+
+    def _wanted(self, policy: object) -> Policy:
+        """The policy that was given, or the one that holds now."""
+        if policy is None:
+            return self.policy()
+        if not isinstance(policy, Policy):
+            raise ConfigurationError(f"policy={policy!r}; accepted: None, or what kernelreg.make_policy gives")
+        return policy
 
     def _resolution(self, decision: Decision, registry: Registry, facts: Facts) -> Resolution:
         """A decision with the means to load it, told to the log and the observers."""

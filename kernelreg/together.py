@@ -49,6 +49,8 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 class JointResolution(Mapping[str, Resolution]):
     """Each operation's resolution, by name (or alias), and the form of the state that they share.
 
+    A name that is not there raises :class:`~kernelreg.errors.UnknownOperationError`, a KeyError.
+
     Attributes:
         state_layout: ``k-first`` or ``v-first``.
         state_dtype: its dtype's name.

@@ -73,6 +73,8 @@ class Device(_Record, frozen=True, kw_only=True):
 
 
 CPU = Device(index=0, type="cpu")
+#: What every machine has, whether or not its facts list it, by torch's name.
+_EVERYWHERE = {"cpu": CPU, "meta": Device(index=0, type="meta")}
 
 
 class Tool(_Record, frozen=True, kw_only=True):
@@ -146,7 +148,7 @@ class Facts(_Record, frozen=True, kw_only=True):
 
     def device(self, name: str) -> Device | None:
         """The visible device that torch would call ``name`` (``cuda`` is ``cuda:0``), or None."""
-        if name == "cpu":
-            return CPU
+        if name in _EVERYWHERE:
+            return _EVERYWHERE[name]
         wanted = name if ":" in name else f"{name}:0"
         return next((device for device in self.devices if device.torch_name == wanted), None)
