@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kernelreg import policy as policies
-from kernelreg.call import STATES, make_call, read_features
+from kernelreg.call import STATES, Call, make_call, read_features
 from kernelreg.descriptor import Descriptor, load_descriptor, make_descriptor
 from kernelreg.errors import ConfigurationError, several, unknown_name
 from kernelreg.machine import Facts
@@ -16,7 +16,7 @@ from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
 from kernelreg.registry import Backend
 from kernelreg.resolution import Resolution
-from kernelreg.session import Observer, overriding, session
+from kernelreg.session import Grounds, Observer, overriding, session
 from kernelreg.together import JointResolution
 
 
@@ -69,18 +69,35 @@ def resolve(
         "sequences": sequences,
         "features": features,
     }
+    return session.resolve(*asked(operation, like=like, device=device, facts=facts, policy=policy, **options))
+
+
+def asked(
+    operation: str,
+    *,
+    like: Mapping[str, Any] | None = None,
+    device: object = None,
+    facts: Facts | str | os.PathLike[str] | None = None,
+    policy: Policy | None = None,
+    **options: Any,
+) -> tuple[Grounds, Call]:
+    """What :func:`resolve`'s words ask for, and what it is decided on; raises as it does."""
     given = None if facts is None else _read_facts(facts)
     if like is None:
-        known = session.facts() if given is None else given
-        name = session.default_device(known) if device is None else session.named_device(str(device), known)
-        return session.resolve(make_call(operation, name, **options), facts=known, policy=policy)
+        grounds = session.grounds(given, policy)
+        return grounds, make_call(operation, _place(device, grounds.facts), **options)
     said = sorted(name for name, value in options.items() if value is not None)
     if said or device is not None:
         raise ConfigurationError(f"like= says all of the call; give either it or {', '.join(said or ['device'])}")
     from kernelreg.gdn import call_like
 
     call = call_like(operation, like)
-    return session.resolve(call, facts=session.facts_seeing(call.device) if given is None else given, policy=policy)
+    return session.grounds(given, policy, device=call.device), call
+
+
+def _place(device: object, facts: Facts) -> str:
+    """The device that a person named, or the current one."""
+    return session.default_device(facts) if device is None else session.named_device(str(device), facts)
 
 
 def resolve_together(
@@ -109,12 +126,13 @@ def resolve_together(
         NoBackendError: an operation has no kernel on any form of the state; the message has all reasons.
         ConfigurationError: an override or an argument names something unknown.
     """
-    known = session.facts() if facts is None else _read_facts(facts)
+    given = None if facts is None else _read_facts(facts)
     if features is not None and not isinstance(features, Mapping):
         raise ConfigurationError(
             f"features={features!r}; accepted: of each operation, {{'gdn.recurrent': {{'state-pool'}}}}"
         )
-    place = session.default_device(known) if device is None else session.named_device(str(device), known)
+    grounds = session.grounds(given, policy)
+    place = _place(device, grounds.facts)
     wanted = several(f"{operations=}", operations, "two operations or more, ['gdn.chunk', 'gdn.recurrent']")
     names = list(dict.fromkeys(operation_named(name).name for name in wanted))
     if len(names) < 2:
@@ -132,7 +150,7 @@ def resolve_together(
         uses = said.get(name, frozenset())
         uses = uses if uses & STATES else uses | {"initial-state", "final-state"}
         calls.append(make_call(name, place, features=uses, **options))
-    return session.resolve_together(calls, facts=known, policy=policy)
+    return session.resolve_together(grounds, calls)
 
 
 def _read_facts(facts: object) -> Facts:
@@ -221,10 +239,8 @@ def register(backend: str | os.PathLike[str] | Mapping[str, Any] | Descriptor) -
 
 
 def on_resolve(callback: Observer) -> Callable[[], None]:
-    """Call ``callback(resolution)`` after each decision; gives the function that stops it."""
-    session.observers = (*session.observers, callback)
+    """Call ``callback(resolution)`` after each decision; gives the function that stops it.
 
-    def undo() -> None:
-        session.observers = tuple(each for each in session.observers if each is not callback)
-
-    return undo
+    A callback that raises is said once in the log, and the call goes on.
+    """
+    return session.observe(callback)

@@ -345,12 +345,14 @@ def _key(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     shown: tuple[bool, ...],
-) -> Hashable:
+) -> tuple[Hashable, ...]:
     """All that a descriptor or a policy can tell two calls apart by."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    tokens, sequences = dispatch.buckets()
+    buckets = dispatch.buckets()
+    tokens, sequences = buckets
     return (
+        buckets,
         q.device,
         q.dtype,
         gate,
