@@ -60,7 +60,7 @@ def read_bytes(path: Path, error: type[KernelregError], *, limit: int = MAX_BYTE
         error: the file cannot be read, or is larger; names the file and the cause.
     """
     try:
-        with open(path, "rb", opener=_opened_at_once if regular else None) as file:  # noqa: PTH123  (no opener there)
+        with open(path, "rb", opener=_opened_at_once if regular else None) as file:
             fits = not regular or stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             data = file.read(limit + 1) if fits else b""
     except (OSError, ValueError) as cause:

@@ -53,7 +53,9 @@ def _links(error: BaseException) -> list[BaseException]:
 def _told(error: BaseException) -> str:
     try:
         text = one_line(str(error))
-    except Exception:  # its own __str__ fails
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its own __str__ fails
         text = "an error that cannot be told"
     name = printable(type(error).__name__)
     return f"{name}: {text}" if text else name
