@@ -27,7 +27,6 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000, pattern=ONE_LI
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern=ONE_LINE)]
 #: A version range or a rule of capabilities.
 Rule = Annotated[str, msgspec.Meta(max_length=200, pattern=ONE_LINE)]
-_SOME = msgspec.Meta(min_length=1)
 
 #: The programs that facts know of.
 TOOLS = ("nvcc",)
@@ -94,8 +93,8 @@ class Span(_Table, frozen=True, kw_only=True):
         return self.min <= value <= (value if self.max is None else self.max) and value % self.multiple_of == 0
 
 
-Sizes: TypeAlias = Annotated[tuple[Size, ...], _SOME] | Span
-Dtypes: TypeAlias = Annotated[tuple[Dtype, ...], _SOME]
+Sizes: TypeAlias = tuple[Size, ...] | Span
+Dtypes: TypeAlias = tuple[Dtype, ...]
 Features: TypeAlias = tuple[Name, ...]
 Sources: TypeAlias = dict[str, Text]
 
@@ -151,7 +150,7 @@ class Requires(_Table, frozen=True, kw_only=True):
         packages: ranges for distributions.
     """
 
-    device: DeviceType | Annotated[tuple[DeviceType, ...], _SOME] = "any"
+    device: DeviceType | Annotated[tuple[DeviceType, ...], msgspec.Meta(min_length=1)] = "any"
     compute_capability: Rule | None = None
     torch: Rule | None = None
     cuda: Rule | None = None
@@ -195,7 +194,7 @@ class Accepts(_Table, frozen=True, kw_only=True):
     value_heads: Sizes | None = None
     tokens: Sizes | None = None
     sequences: Sizes | None = None
-    state_layout: Annotated[tuple[Layout, ...], _SOME] | None = None
+    state_layout: tuple[Layout, ...] | None = None
     features: Features | None = None
     source: Sources = {}
 

@@ -200,8 +200,6 @@ def test_the_designs_example_is_a_descriptor(tmp_path: Path) -> None:
             "known_bad[0].when.tokens",
             "no number is 5 to 7, a multiple of 8",
         ),
-        (backend(kernel=[kernel(accepts={"heads": []})]), "kernel[0].accepts.heads", "length >= 1"),
-        (backend(accepts={"dtype": []}), "accepts.dtype", "length >= 1"),
         (backend(requires={"device": []}), "requires.device", "length >= 1"),
         *(
             (
