@@ -33,8 +33,13 @@ def parse_capabilities(text: str) -> tuple[SpecifierSet, ...]:
     return alternatives
 
 
+def is_capability(text: str) -> bool:
+    """Whether the text is a compute capability such as ``"9.0"``."""
+    return _CAPABILITY.fullmatch(text) is not None
+
+
 def matches_capability(capability: str, text: str) -> bool | None:
     """Whether a capability such as ``"9.0"`` fits one of the alternatives in ``text``; None when it is none."""
-    if not _CAPABILITY.fullmatch(capability):
+    if not is_capability(capability):
         return None
     return any(specifiers.contains(Version(capability), prereleases=True) for specifiers in parse_capabilities(text))

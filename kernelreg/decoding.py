@@ -5,11 +5,13 @@ msgspec validates; this module says it in the words of the person who wrote the 
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import sys
 import types
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -22,38 +24,71 @@ else:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-#: No descriptor or facts file comes near this size; a larger one is a mistake or an attack.
+#: No facts file or record comes near this size; a larger one is a mistake or an attack.
 MAX_BYTES = 4 << 20
+#: Parts of a dotted key: the reader's time grows with their square.
+_MAX_PARTS = 64
+
+#: A text of one line without characters that move a terminal's cursor or hide what follows: it is shown, and pasted.
+ONE_LINE = r"^(?![\s\S]*[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff])"
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*)`")
 _UNKNOWN_VALUE = re.compile(r"Invalid enum value '?(?P<value>.*?)'?$")
-_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at (?P<key>`key` in )?`(?P<path>[^`]*)`$")
+_PATTERN = "Expected `str` matching regex "
+#: What no key stands in: strings of all four kinds, closed or not, and comments.
+_QUOTED = re.compile(
+    r'"""(?:[^\\]|\\.)*?(?:"""|\Z)'
+    r"|'{3}.*?(?:'{3}|\Z)"
+    r'|"(?:[^"\\\n]|\\.)*"?'
+    r"|'[^'\n]*'?"
+    r"|#[^\n]*",
+    re.DOTALL,
+)
+_DOTTED = re.compile(rf"(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{_MAX_PARTS}}}")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
-def read_bytes(path: Path, error: type[KernelregError]) -> bytes:
+def read_bytes(path: Path, error: type[KernelregError], *, limit: int = MAX_BYTES, regular: bool = False) -> bytes:
     """The file's bytes.
 
+    Args:
+        limit: how many bytes it may have.
+        regular: refuse pipes and devices, which may never end, instead of waiting for them.
+
     Raises:
-        error: the file cannot be read, or is larger than ``MAX_BYTES``; names the file and the cause.
+        error: the file cannot be read, or is larger; names the file and the cause.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        with open(path, "rb", opener=_opened_at_once if regular else None) as file:
+            fits = not regular or stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(limit + 1) if fits else b""
     except (OSError, ValueError) as cause:
         text = getattr(cause, "strerror", None) or str(cause)
         raise error(f"{path}: {text}") from cause
-    if len(data) > MAX_BYTES:
-        raise error(f"{path}: larger than {MAX_BYTES >> 20} MiB, which no such file is")
+    if not fits:
+        raise error(f"{path}: a pipe or a device, not a regular file")
+    if len(data) > limit:
+        size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit >> 10} KiB"
+        raise error(f"{path}: larger than {size}, which no such file is")
     return data
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    """A file descriptor, without waiting for the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def decode_toml(data: bytes, kind: type[T], *, source: str, error: type[KernelregError]) -> T:
     """``data`` as TOML of the given type; ``source`` names it in errors."""
     try:
-        parsed = tomllib.loads(data.decode("utf-8"))
+        text = data.decode("utf-8")
     except UnicodeDecodeError as cause:
         raise error(f"{source}: not UTF-8 at byte {cause.start}") from cause
+    if _DOTTED.search(_QUOTED.sub("q", text)):
+        raise error(f"{source}: a key of more than {_MAX_PARTS} parts, which no such file has")
+    try:
+        parsed = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as cause:
         raise error(f"{source}: not TOML: {cause}") from cause
     return _convert(parsed, kind, source, error)
@@ -80,6 +115,10 @@ def explain(message: str, kind: type[msgspec.Struct]) -> str:
     found = _PATH.search(message)
     path = found["path"] if found else "$"
     text = message[: found.start()] if found else message
+    if text.startswith(_PATTERN):
+        text = "control characters, or more than one line; accepted: one line of text"
+    if found and found["key"]:
+        text = f"a key of it: {text}"
     unknown = _UNKNOWN_FIELD.match(text)
     if unknown:
         structs = [
@@ -114,5 +153,9 @@ def _types_at(kind: Any, path: str) -> list[Any]:
 
 
 def _members(place: Any) -> list[Any]:
-    """The alternatives of a union, else the type itself."""
-    return list(get_args(place)) if get_origin(place) in (Union, types.UnionType) else [place]
+    """The alternatives of a union, else the type itself; without what is said beside a type."""
+    if get_origin(place) is Annotated:
+        return _members(get_args(place)[0])
+    if get_origin(place) in (Union, types.UnionType):
+        return [member for each in get_args(place) for member in _members(each)]
+    return [place]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import keyword
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
-from kernelreg.capability import parse_capabilities
-from kernelreg.decoding import decode_toml, explain, read_bytes
+from kernelreg.capability import is_capability, parse_capabilities
+from kernelreg.decoding import ONE_LINE, decode_toml, explain, read_bytes
 from kernelreg.errors import ConfigurationError, DescriptorError, unknown_name
 from kernelreg.ops import operation_named
 from kernelreg.versions import BUILDS, parse_range
@@ -19,11 +22,21 @@ from kernelreg.versions import BUILDS, parse_range
 DeviceType: TypeAlias = Literal["cuda", "rocm", "xpu", "mps", "cpu", "any"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 Layout: TypeAlias = Literal["k-first", "v-first"]
-Size = Annotated[int, msgspec.Meta(ge=0)]
-Text = Annotated[str, msgspec.Meta(min_length=1)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000, pattern=ONE_LINE)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern=ONE_LINE)]
+#: A version range or a rule of capabilities.
+Rule = Annotated[str, msgspec.Meta(max_length=200, pattern=ONE_LINE)]
 
-_NAME = re.compile(r"^[a-z][a-z0-9_]*$")
-_MODULE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
+#: The programs that facts know of.
+TOOLS = ("nvcc",)
+#: No descriptor comes near this size.
+MAX_BYTES = 256 << 10
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_ROW = re.compile(r"[A-Za-z0-9][\w.+-]*")
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_PLATFORM = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,12 +56,12 @@ class PackageRule(_Table, frozen=True, kw_only=True):
     of a package in the backend's ``[requires]``, it holds wherever that package is named.
     """
 
-    version: str = "*"
+    version: Rule = "*"
     by: Literal["pep440", "release"] | None = None
-    also: tuple[str, ...] = ()
+    also: tuple[Name, ...] = ()
 
 
-Packages: TypeAlias = dict[str, str | PackageRule]
+Packages: TypeAlias = dict[Name, Rule | PackageRule]
 
 
 def _full_rule(name: str, rule: str | PackageRule, known: dict[str, PackageRule]) -> PackageRule:
@@ -63,7 +76,11 @@ class Span(_Table, frozen=True, kw_only=True):
 
     min: Size = 0
     max: Size | None = None
-    multiple_of: Annotated[int, msgspec.Meta(ge=1)] = 1
+    multiple_of: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] = 1
+
+    def __post_init__(self) -> None:
+        if self.max is not None and self.max // self.multiple_of * self.multiple_of < self.min:
+            raise ValueError(f"no number is {self}")
 
     def __str__(self) -> str:
         bounds = f"{self.min} or more" if self.max is None else f"{self.min} to {self.max}"
@@ -77,6 +94,9 @@ class Span(_Table, frozen=True, kw_only=True):
 
 
 Sizes: TypeAlias = tuple[Size, ...] | Span
+Dtypes: TypeAlias = tuple[Dtype, ...]
+Features: TypeAlias = tuple[Name, ...]
+Sources: TypeAlias = dict[str, Text]
 
 
 def _check_known(given: Iterable[str], accepted: Iterable[str], kind: str) -> None:
@@ -86,10 +106,12 @@ def _check_known(given: Iterable[str], accepted: Iterable[str], kind: str) -> No
 
 
 def _check_ranges(table: Requires | When, packages: Packages, tools: dict[str, str]) -> None:
+    _check_packages(packages)
     ranges = {name: getattr(table, name, None) for name in ("torch", "cuda", "hip", "driver", "python")}
     ranges |= {
         f"packages.{name}": rule.version if isinstance(rule, PackageRule) else rule for name, rule in packages.items()
     }
+    _check_known(tools, TOOLS, "tool")
     ranges |= {f"tools.{name}": text for name, text in tools.items()}
     for key, text in ranges.items():
         try:
@@ -102,6 +124,13 @@ def _check_ranges(table: Requires | When, packages: Packages, tools: dict[str, s
             parse_capabilities(table.compute_capability)
         except ValueError as error:
             raise ValueError(f"compute_capability: {error}") from None
+
+
+def _check_packages(packages: Packages) -> None:
+    for name, rule in packages.items():
+        for each in (name, *(rule.also if isinstance(rule, PackageRule) else ())):
+            if not _DISTRIBUTION.fullmatch(each):
+                raise ValueError(f"package {each!r}; accepted: a distribution's name, such as flash-qla")
 
 
 def _check_sources(table: Requires | Accepts) -> None:
@@ -121,17 +150,17 @@ class Requires(_Table, frozen=True, kw_only=True):
         packages: ranges for distributions.
     """
 
-    device: DeviceType | tuple[DeviceType, ...] = "any"
-    compute_capability: str | None = None
-    torch: str | None = None
-    cuda: str | None = None
-    hip: str | None = None
-    driver: str | None = None
-    python: str | None = None
-    platform: tuple[str, ...] = ()
-    tools: dict[str, str] = {}
+    device: DeviceType | Annotated[tuple[DeviceType, ...], msgspec.Meta(min_length=1)] = "any"
+    compute_capability: Rule | None = None
+    torch: Rule | None = None
+    cuda: Rule | None = None
+    hip: Rule | None = None
+    driver: Rule | None = None
+    python: Rule | None = None
+    platform: tuple[Name, ...] = ()
+    tools: dict[Name, Rule] = {}
     packages: Packages = {}
-    source: dict[str, Text] = {}
+    source: Sources = {}
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -141,6 +170,9 @@ class Requires(_Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_ranges(self, self.packages, self.tools)
         _check_sources(self)
+        for name in self.platform:
+            if not _PLATFORM.fullmatch(name):
+                raise ValueError(f"platform {name!r}; accepted: system-machine, such as Linux-x86_64")
 
 
 class Accepts(_Table, frozen=True, kw_only=True):
@@ -153,9 +185,9 @@ class Accepts(_Table, frozen=True, kw_only=True):
             ``state-v-first``); both where it is not said.
     """
 
-    dtype: tuple[Dtype, ...] | None = None
-    gate_dtype: tuple[Dtype, ...] | None = None
-    state_dtype: tuple[Dtype, ...] | None = None
+    dtype: Dtypes | None = None
+    gate_dtype: Dtypes | None = None
+    state_dtype: Dtypes | None = None
     head_dim_k: Sizes | None = None
     head_dim_v: Sizes | None = None
     heads: Sizes | None = None
@@ -163,8 +195,8 @@ class Accepts(_Table, frozen=True, kw_only=True):
     tokens: Sizes | None = None
     sequences: Sizes | None = None
     state_layout: tuple[Layout, ...] | None = None
-    features: tuple[str, ...] | None = None
-    source: dict[str, Text] = {}
+    features: Features | None = None
+    source: Sources = {}
 
     def __post_init__(self) -> None:
         _check_sources(self)
@@ -179,14 +211,14 @@ class When(_Table, frozen=True, kw_only=True):
     """A condition on machine and call; it holds when each part that is named holds. An empty one always holds."""
 
     device: DeviceType = "any"
-    compute_capability: str | None = None
-    torch: str | None = None
-    cuda: str | None = None
-    driver: str | None = None
+    compute_capability: Rule | None = None
+    torch: Rule | None = None
+    cuda: Rule | None = None
+    driver: Rule | None = None
     packages: Packages = {}
-    kernels: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
-    dtype: tuple[Dtype, ...] | None = None
+    kernels: tuple[Name, ...] = ()
+    features: Features = ()
+    dtype: Dtypes | None = None
     tokens: Span | None = None
     sequences: Span | None = None
     value_heads: Span | None = None
@@ -207,6 +239,10 @@ class Preference(_Table, frozen=True, kw_only=True):
     source: Text
     when: When = When()
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.speedup):
+            raise ValueError(f"speedup: {self.speedup}; accepted: a finite number above 0")
+
 
 class KnownBad(_Table, frozen=True, kw_only=True):
     """A fault of some releases, machines or calls. ``slow`` ranks the kernel last; the others rule it out."""
@@ -215,7 +251,15 @@ class KnownBad(_Table, frozen=True, kw_only=True):
     severity: Literal["wrong-result", "crash", "hang", "slow"]
     because: Text
     url: Text
-    fix: str | None = None
+    fix: Text | None = None
+
+
+#: Types of device on which a suite can have passed.
+_PLACES = tuple(name for name in get_args(DeviceType) if name != "any")
+
+
+def _is_identifier(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 class Kernel(_Table, frozen=True, kw_only=True):
@@ -226,19 +270,27 @@ class Kernel(_Table, frozen=True, kw_only=True):
         validated_on: compute capabilities (or device types) where the project's own suite has passed.
     """
 
-    operation: str
-    name: Text
-    function: Text
+    operation: Name
+    name: Name
+    function: Name
     requires: Requires = Requires()
     accepts: Accepts = Accepts()
     preference: tuple[Preference, ...] = ()
-    validated_on: tuple[str, ...] = ()
+    validated_on: tuple[Name, ...] = ()
 
     def __post_init__(self) -> None:
         try:
             operation = operation_named(self.operation)
         except ConfigurationError as error:
             raise ValueError(str(error)) from None
+        if not _ROW.fullmatch(self.name):
+            raise ValueError(f"name {self.name!r}; accepted: letters, digits and . _ + -, such as sm90-jit")
+        if not _is_identifier(self.function):
+            raise ValueError(f"function {self.function!r}; accepted: the name of a callable in the adapter")
+        for place in self.validated_on:
+            if not is_capability(place) and place not in _PLACES:
+                accepted = f"a compute capability such as '9.0', or {', '.join(_PLACES)}"
+                raise ValueError(f"validated_on: {place!r}; accepted: {accepted}")
         for features in (self.accepts.features or (), *(each.when.features for each in self.preference)):
             _check_known(features, operation.features, "feature")
         msgspec.structs.force_setattr(self, "operation", operation.name)
@@ -255,25 +307,25 @@ class Descriptor(_Table, frozen=True, kw_only=True):
     """
 
     schema: Literal[1]
-    name: str
-    adapter: str
-    homepage: str | None = None
-    install: str | None = None
-    bridges: dict[str, Text] = {}
+    name: Name
+    adapter: Name
+    homepage: Text | None = None
+    install: Text | None = None
+    bridges: dict[Name, Text] = {}
     requires: Requires = Requires()
     accepts: Accepts = Accepts()
     kernel: tuple[Kernel, ...] = ()
     known_bad: tuple[KnownBad, ...] = ()
 
     def __post_init__(self) -> None:
-        if not _NAME.match(self.name):
+        if not _NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r}; accepted: lower-case letters, digits and underscores")
-        if not _MODULE.match(self.adapter):
+        if not all(map(_is_identifier, self.adapter.split("."))):
             raise ValueError(f"adapter {self.adapter!r}; accepted: a module's dotted name")
-        rows = [(kernel.operation, kernel.name) for kernel in self.kernel]
-        for row in rows:
-            if rows.count(row) > 1:
-                raise ValueError(f"two kernels of {row[0]} are named {row[1]!r}; a name is a row's own")
+        counts = Counter((kernel.operation, kernel.name) for kernel in self.kernel)
+        for (operation, name), count in counts.items():
+            if count > 1:
+                raise ValueError(f"two kernels of {operation} are named {name!r}; a name is a row's own")
         for kernel in self.kernel:
             features = operation_named(kernel.operation).features
             _check_known(self.accepts.features or (), features, "feature")
@@ -326,7 +378,7 @@ def load_descriptor(path: str | os.PathLike[str]) -> Descriptor:
     Raises:
         DescriptorError: names the file, the key and what is accepted there.
     """
-    data = read_bytes(Path(path), DescriptorError)
+    data = read_bytes(Path(path), DescriptorError, limit=MAX_BYTES, regular=True)
     return decode_toml(data, Descriptor, source=os.fspath(path), error=DescriptorError)
 
 
@@ -338,7 +390,7 @@ def make_descriptor(data: dict[str, Any]) -> Descriptor:
     """
     try:
         return msgspec.convert(data, Descriptor)
-    except msgspec.ValidationError as cause:
+    except (msgspec.ValidationError, RecursionError) as cause:
         raise DescriptorError(f"descriptor: {explain(str(cause), Descriptor)}") from cause
 
 

@@ -88,5 +88,6 @@ def unknown_name(kind: str, given: object, accepted: Iterable[str]) -> str:
     """``unknown feature 'varlne'; accepted: …; did you mean 'varlen'?``"""
     names = sorted(accepted)
     hint = nearest(given, names)
-    text = f"unknown {kind} {given!r}; accepted: {', '.join(names) or 'none'}"
+    said = repr(given) if len(given) <= 100 else f"{given[:100]!r} … ({len(given)} characters)"
+    text = f"unknown {kind} {said}; accepted: {', '.join(names) or 'none'}"
     return f"{text}; did you mean {hint!r}?" if hint else text

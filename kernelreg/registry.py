@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import msgspec
 
 from kernelreg.descriptor import Descriptor, Kernel, load_descriptor
 from kernelreg.errors import DescriptorError
+from kernelreg.faults import fault_of, printable
 from kernelreg.machine.model import Problem
 from kernelreg.ops import operation_named
 
@@ -87,14 +89,15 @@ def discover(*, plugins: bool = True) -> Registry:
     for distribution, entry_point in entry_points:
         if not plugins and distribution != BUILT_IN:
             continue
-        origin = f"{distribution}: {entry_point.name} = {entry_point.value}"
+        origin = printable(f"{distribution}: {entry_point.name} = {entry_point.value}")
         try:
             path = descriptor_path(entry_point)
             owner = None if distribution == BUILT_IN else distribution
             backend = Backend(descriptor=load_descriptor(path), origin=origin, distribution=owner)
-        except Exception as error:  # other people's files and finders: any fault costs that backend alone
-            kind = "" if isinstance(error, DescriptorError) else f"{type(error).__name__}: "
-            registry = registry.adding_problem(Problem(source=origin, error=f"{kind}{error}"))
+        except DescriptorError as error:
+            registry = registry.adding_problem(Problem(source=origin, error=str(error)))
+        except BaseException as error:  # other people's finders, which may exit: any fault costs that backend alone
+            registry = registry.adding_problem(Problem(source=origin, error=fault_of(error)))
         else:
             registry = registry.adding(backend)
     return registry
@@ -106,8 +109,13 @@ def descriptor_path(entry_point: importlib.metadata.EntryPoint) -> Path:
     Raises:
         DescriptorError: the value leads to no such file.
     """
-    top, *below = entry_point.module.split(".")
-    file = entry_point.attr or "backend.toml"
+    try:
+        top, *below = entry_point.module.split(".")
+        file = entry_point.attr or "backend.toml"
+    except AttributeError:  # the value has not even the form of one
+        raise DescriptorError(
+            f"entry point {entry_point.name!r} names {entry_point.value!r}; accepted: package, or package:file.toml"
+        ) from None
     # Only the top-level name is looked up: finding a submodule would import its parents.
     spec = importlib.util.find_spec(top)
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
@@ -126,22 +134,42 @@ def _entry_points() -> tuple[list[tuple[str, importlib.metadata.EntryPoint]], li
     problems: list[Problem] = []
     try:
         found = list(importlib.metadata.entry_points(group=GROUP))
-    except Exception:  # one unreadable entry_points.txt on the path: ask each distribution for its own
+    except BaseException as error:  # one unreadable entry_points.txt on the path: ask each distribution for its own
+        fault_of(error)
         found = []
-        for distribution in importlib.metadata.distributions():
+        for distribution in _distributions(problems):
             try:
                 found += distribution.entry_points.select(group=GROUP)
-            except Exception as error:
+            except BaseException as error:
                 source = f"entry points of {_name(distribution)}"
-                problems.append(Problem(source=source, error=f"{type(error).__name__}: {error}"))
+                problems.append(Problem(source=source, error=fault_of(error)))
     named = {(_name(each.dist), each.name, each.value): each for each in reversed(found)}
     ordered = sorted(named, key=lambda key: (key[0] != BUILT_IN, *key))
     return [(key[0], named[key]) for key in ordered], problems
 
 
+def _distributions(problems: list[Problem]) -> Iterator[importlib.metadata.Distribution]:
+    """Every distribution of every finder on its own, so that one finder's fault hides nothing of the others."""
+    context = importlib.metadata.DistributionFinder.Context()
+    for finder in tuple(sys.meta_path):
+        try:
+            find = getattr(finder, "find_distributions", None)
+            yield from find(context) if find is not None else ()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            problems.append(Problem(source=f"distributions of {_kind(finder)}", error=fault_of(error)))
+
+
+def _kind(finder: object) -> str:
+    """A finder's name: some are classes, some are instances of one."""
+    return finder.__name__ if isinstance(finder, type) else type(finder).__name__
+
+
 def _name(distribution: importlib.metadata.Distribution | None) -> str:
     try:
         name: str | None = distribution.name if distribution is not None else None
-    except Exception:  # metadata that is no text
+    except BaseException as error:  # metadata that is no text
+        fault_of(error)
         name = None
-    return name or "unknown distribution"
+    return name if isinstance(name, str) and name else "unknown distribution"

@@ -34,6 +34,10 @@ _SAID_ONCE = frozenset(
 )
 
 
+#: What is found out only when an adapter is imported, here or in a child process.
+_NOT_IMPORTED = frozenset({ReasonCode.IMPORT_ERROR, ReasonCode.PROBE_ERROR})
+
+
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel's verdict.
 
@@ -229,7 +233,7 @@ def _reasons(
 
 def _without_fallback(judged: list[Judged], policy: Policy) -> list[Judged]:
     """Under strict, a kernel that only its failed import keeps away is not stood in for by one that ranks lower."""
-    failed = [place for place, reasons in judged if {each.code for each in reasons} == {ReasonCode.IMPORT_ERROR}]
+    failed = [place for place, reasons in judged if reasons and {each.code for each in reasons} <= _NOT_IMPORTED]
     if not failed:
         return judged
     first = min(failed)

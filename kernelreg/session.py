@@ -71,6 +71,7 @@ class Session:
         self._policy: Policy | None = None
         self._seen: dict[str, str] = {}
         self.ruled_out: dict[str, Reason] = {}
+        self._causes: dict[str, AdapterError] = {}
         self._findings: dict[str, tuple[Finding, ...]] = {}
         self._trusting = False
         self.observers: tuple[Observer, ...] = ()
@@ -183,6 +184,7 @@ class Session:
         with self._lock:
             self._seen = {}
             self.ruled_out = {}
+            self._causes = {}
             self._findings = {}
             self._discovered = None
             self._changed_backends()
@@ -208,11 +210,20 @@ class Session:
 
         return undo
 
-    def rule_out(self, backend: str, reason: Reason) -> None:
-        """Remember that a backend's adapter does not import."""
+    def rule_out(self, backend: str, error: AdapterError) -> None:
+        """Remember that a backend's adapter does not import, and why."""
         with self._lock:
-            self.ruled_out = {**self.ruled_out, backend: reason}
+            self._causes = {**self._causes, backend: error}
+            self.ruled_out = {**self.ruled_out, backend: error.reason}
             self._changed()
+
+    def _cause(self, decision: Decision) -> AdapterError | None:
+        """The error to chain a refusal to: that of the best kernel whose adapter did not import, however long ago."""
+        for candidate in decision.candidates:
+            error = self._causes.get(candidate.backend)
+            if error is not None and error.reason in candidate.reasons:
+                return error
+        return None
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever an answer given before may not hold any more. The lock is held then."""
@@ -254,7 +265,7 @@ class Session:
         decision = decide(registry, facts, call, policy, ruled_out, findings)
         resolution = self._resolution(decision, registry, facts)
         if decision.backend is None:
-            raise NoBackendError(resolution.explain(), resolution)
+            raise NoBackendError(resolution.explain(), resolution) from self._cause(decision)
         return resolution
 
     def resolve_together(self, grounds: Grounds, calls: Sequence[Call]) -> JointResolution:
@@ -269,7 +280,7 @@ class Session:
         found = JointResolution(joint, resolutions)
         for each in resolutions:
             if each.backend is None:
-                raise NoBackendError(found.explain(), each)
+                raise NoBackendError(found.explain(), each) from self._cause(each.decision)
         return found
 
     def _wanted(self, policy: object) -> Policy:
@@ -306,19 +317,17 @@ class Session:
         while True:
             registry = self.registry()
             row = registry.find(decision.backend or "", decision.operation, decision.kernel or "")
-            cause: AdapterError | None = None
             if row is not None:
                 try:
                     return decision, load_function(*row)
                 except AdapterError as error:
-                    self.rule_out(row[0].name, error.reason)
-                    cause = error
+                    self.rule_out(row[0].name, error)
             # The adapter failed, or the backend was taken out since: decide again on what there is now.
             registry, _, policy, ruled_out, findings = self.grounds(facts, decision.policy)
             decision = decide(registry, facts, decision.call, policy, ruled_out, findings)
             if decision.backend is None:
                 resolution = Resolution(decision)
-                raise NoBackendError(resolution.explain(), resolution) from cause
+                raise NoBackendError(resolution.explain(), resolution) from self._cause(decision)
             announce(decision, registry, facts)
 
     def named_device(self, name: str, facts: Facts) -> str:

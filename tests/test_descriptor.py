@@ -189,6 +189,69 @@ def test_the_designs_example_is_a_descriptor(tmp_path: Path) -> None:
         (backend(requires=3), "requires", "Expected `object`, got `int`"),
         (backend(kernel=[{"operation": "gdn", "name": "x"}]), "kernel[0]", "missing required field `function`"),
         (backend(kernel=[kernel(accepts={"heads": [-1]})]), "kernel[0].accepts.heads[0]", ">= 0"),
+        (backend(kernel=[kernel(accepts={"heads": {"min": -1}})]), "kernel[0].accepts.heads.min", ">= 0"),
+        (
+            backend(kernel=[kernel(accepts={"heads": {"min": 4, "max": 2}})]),
+            "kernel[0].accepts.heads",
+            "no number is 4 to 2",
+        ),
+        (
+            backend(known_bad=[fault(tokens={"min": 5, "max": 7, "multiple_of": 8})]),
+            "known_bad[0].when.tokens",
+            "no number is 5 to 7, a multiple of 8",
+        ),
+        (backend(requires={"device": []}), "requires.device", "length >= 1"),
+        *(
+            (
+                backend(kernel=[kernel(preference=[{"speedup": speedup, "source": "x"}])]),
+                f"kernel[0].preference[0]{place}",
+                said,
+            )
+            for speedup, place, said in (
+                (float("inf"), "", "speedup: inf; accepted: a finite number above 0"),
+                (float("nan"), ".speedup", "> 0.0"),
+                (0, ".speedup", "> 0.0"),
+                (-2.5, ".speedup", "> 0.0"),
+            )
+        ),
+        (backend(requires={"tools": {"ncvv": "*"}}), "requires", "unknown tool 'ncvv'; accepted: nvcc; did you mean"),
+        (backend(kernel=[kernel(name="")]), "kernel[0].name", "length >= 1"),
+        (backend(kernel=[kernel(name="two words")]), "kernel[0]", "name 'two words'; accepted: letters, digits"),
+        (backend(kernel=[kernel(name="x" * 101)]), "kernel[0].name", "length <= 100"),
+        *(
+            (
+                backend(kernel=[kernel(function=name)]),
+                "kernel[0]",
+                f"function {name!r}; accepted: the name of a callable",
+            )
+            for name in ("run()", "a.b", "class", "1st", "run it")
+        ),
+        *(
+            (
+                backend(kernel=[kernel(validated_on=[place])]),
+                "kernel[0]",
+                f"validated_on: {place!r}; accepted: a compute",
+            )
+            for place in ("9", "sm90", "any", "9.0.1", "H200")
+        ),
+        (backend(name="acme\n"), "name", "control characters, or more than one line"),
+        (backend(adapter="acme.import"), "", "'acme.import'; accepted: a module's dotted name"),
+        (backend(adapter="acme."), "", "'acme.'; accepted: a module's dotted name"),
+        (backend(install="pip install acme\nrm -r ."), "install", "control characters, or more than one line"),
+        (backend(homepage="\x1b[2Jhttps://example.org"), "homepage", "control characters, or more than one line"),
+        (backend(homepage="https://example.org/\u202egpj"), "homepage", "control characters, or more than one line"),
+        (backend(bridges={"a\x07": "b"}), "bridges", "a key of it: control characters"),
+        (backend(bridges={"a": "b" * 1001}), "bridges[...]", "length <= 1000"),
+        (backend(known_bad=[fault() | {"because": "x" * 2000}]), "known_bad[0].because", "length <= 1000"),
+        (backend(requires={"torch": ">=1," * 100}), "requires.torch", "length <= 200"),
+        (backend(requires={"packages": {"../x": "*"}}), "requires", "package '../x'; accepted: a distribution's name"),
+        (
+            backend(requires={"packages": {"x": {"also": [" y"]}}}),
+            "requires",
+            "package ' y'; accepted: a distribution's name",
+        ),
+        (backend(requires={"platform": ["linux"]}), "requires", "platform 'linux'; accepted: system-machine"),
+        (backend(**{"x" * 100_000: 1}), "", "unknown key 'xxx|… (100000 characters)"),
     ],
 )
 def test_a_descriptor_that_is_wrong_is_told_where_and_what_is_accepted(
@@ -210,9 +273,29 @@ def test_a_descriptor_that_is_wrong_is_told_where_and_what_is_accepted(
         (b'schema = 1\nname = "x"\nadapter = "x"\n[requires]\ntorhc = "*"\n', "requires: unknown key 'torhc'|'torch'?"),
         (b"", "missing required field `schema`"),
         (b"a = " + b"[" * 20_000, "not TOML"),
-        (b"#" * (5 << 20), "larger than 4 MiB"),
+        (b"#" * (40 << 20), "larger than 256 KiB"),
+        (b"a." * 100_000 + b"a = 1", "a key of more than 64 parts"),
+        (b'"a" .' * 50_000 + b"a = 1", "a key of more than 64 parts"),
+        (b"[" + b"a." * 100_000 + b"a]", "a key of more than 64 parts"),
+        (b"a" * 200_000 + b" = 1", "unknown key"),
+        (b'\\"' * 120_000, "not TOML"),
+        (b"a = " + b"9" * 200_000, "not TOML"),
     ],
-    ids=["syntax", "repeated key", "encoding", "unknown key", "empty", "deep", "huge"],
+    ids=[
+        "syntax",
+        "repeated key",
+        "encoding",
+        "unknown key",
+        "empty",
+        "deep",
+        "huge",
+        "dotted",
+        "dotted and quoted",
+        "dotted table",
+        "long key",
+        "quotes",
+        "digits",
+    ],
 )
 def test_a_file_that_is_no_descriptor_is_named_with_its_fault(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "odd.toml"

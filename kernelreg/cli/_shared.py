@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kernelreg.machine import CPU, Device, Facts
@@ -49,6 +51,30 @@ def describe(device: Device) -> str:
     if device.mig:
         parts.append("MIG instance")
     return ", ".join(parts)
+
+
+def seconds(text: str) -> float:
+    """A limit as a person writes it, for argparse.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise ValueError
+    return value
+
+
+@contextmanager
+def working(on: str) -> Iterator[None]:
+    """Say what takes its time on standard error, where a person sees it."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(on):
+        yield
 
 
 def write(text: str) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kernelreg._version import __version__
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, describe, devices_of, facts_of, write
+from kernelreg.cli._shared import console, describe, devices_of, facts_of, seconds, working, write
 from kernelreg.errors import ConfigurationError, FactsError, unknown_name
+from kernelreg.imports import IMPORT_SECONDS, Adapter, Imported, import_adapter
 from kernelreg.machine import CPU, Facts, Problem
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
@@ -34,7 +35,12 @@ _LOOKS = (("gdn.chunk", ()), ("gdn.chunk", ("backward",)), ("gdn.recurrent", ())
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the doctor found. ``unmet`` is why the exit code is not 0."""
+    """All that the doctor found.
+
+    Attributes:
+        unmet: why the exit code is not 0.
+        adapters: what came of importing each usable backend's adapter; None where that was not asked for.
+    """
 
     schema: int = 1
     kernelreg: str = __version__
@@ -43,6 +49,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...]
     policy: Policy
     decisions: tuple[Decision, ...]
+    adapters: tuple[Imported, ...] | None = None
     fingerprint: str
     facts: Facts
 
@@ -56,10 +63,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP=BACKEND",
         help="exit 1 unless this backend is chosen for the operation on every visible device; may be repeated",
     )
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="import the adapter of every usable backend too, each in a child process",
+    )
+    parser.add_argument(
+        "--limit",
+        type=seconds,
+        default=IMPORT_SECONDS,
+        metavar="S",
+        help=f"seconds for each import of --deep ({IMPORT_SECONDS:g})",
+    )
 
 
 def run(words: argparse.Namespace) -> int:
     """0 when every operation has a kernel on every device and every override and requirement is met, else 1."""
+    if words.deep and words.facts is not None:
+        raise ConfigurationError("--deep imports adapters on this machine; --facts speaks of another")
     registry = session.registry()
     required = [_requirement(text, registry) for text in words.require]
     trouble: list[Problem] = []
@@ -70,7 +91,7 @@ def run(words: argparse.Namespace) -> int:
             raise
         trouble.append(Problem(source="KERNELREG_FACTS", error=str(error)))
         facts = session.detected()
-    report = examine(facts, registry, required, trouble)
+    report = examine(facts, registry, required, trouble, words.limit if words.deep else None)
     if words.json:
         write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
     else:
@@ -78,20 +99,41 @@ def run(words: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], trouble: list[Problem]) -> Report:
-    """Decide every operation on every visible device, and collect what is wrong."""
+def examine(
+    facts: Facts,
+    registry: Registry,
+    required: list[tuple[str, str]],
+    trouble: list[Problem],
+    limit: float | None = None,
+) -> Report:
+    """Decide every operation on every visible device, and collect what is wrong.
+
+    Args:
+        limit: import the adapters that could be chosen, within so many seconds each, and decide on what that showed.
+    """
     policy, errors, warnings = session.environment_policy()
     findings = session.findings(facts)
     trouble = [*trouble, *(Problem(source="configuration", error=str(each)) for each in errors)]
-    decisions = [
-        decide(registry, facts, make_call(operation, device.torch_name, features=features), policy, None, findings)
-        for device in devices_of(facts)
-        for operation, features in _LOOKS
-    ]
+
+    def decided(ruled_out: Mapping[str, Reason]) -> list[Decision]:
+        calls = [
+            make_call(operation, device.torch_name, features=features)
+            for device in devices_of(facts)
+            for operation, features in _LOOKS
+        ]
+        return [decide(registry, facts, call, policy, ruled_out, findings) for call in calls]
+
+    decisions, adapters = decided({}), None
+    if limit is not None:
+        adapters = _import_adapters(decisions, registry, limit)
+        decisions = decided({each.backend: each.reason for each in adapters if each.reason is not None})
     unmet = [each.error for each in trouble]
     for decision in decisions:
         unmet += _unmet(decision, policy, registry, required)
     noticed = [Problem(source="environment", error=text) for text in warnings]
+    noticed += [
+        Problem(source=f"import of {each.backend}", error=text) for each in adapters or () for text in each.changed
+    ]
     noticed += [Problem(source="quarantine", error=text) for text in _quarantined(findings)]
     if os.environ.get("KERNELREG_FACTS"):
         noticed.append(
@@ -105,9 +147,26 @@ def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], t
         problems=(*trouble, *noticed, *registry.problems, *facts.problems),
         policy=policy,
         decisions=tuple(decisions),
+        adapters=adapters,
         fingerprint=facts.fingerprint,
         facts=facts,
     )
+
+
+def _import_adapters(decisions: Sequence[Decision], registry: Registry, limit: float) -> tuple[Imported, ...]:
+    """Import the adapter of each backend that could be chosen, with the functions of those of its rows that could."""
+    functions: dict[str, dict[str, None]] = {}
+    for decision in decisions:
+        for candidate in decision.candidates:
+            row = registry.find(candidate.backend, decision.operation, candidate.kernel)
+            if candidate.accepted and row is not None:
+                functions.setdefault(candidate.backend, {})[row[1].function] = None
+    modules = {backend.name: backend.descriptor.adapter for backend in registry.backends}
+    found = []
+    for name, wanted in sorted(functions.items()):
+        with working(f"importing the adapter of {name}"):
+            found.append(import_adapter(name, Adapter(module=modules[name], functions=tuple(wanted)), limit))
+    return tuple(found)
 
 
 def _quarantined(findings: Sequence[Finding]) -> list[str]:
@@ -174,7 +233,8 @@ def show(report: Report, out: Console) -> None:
     _show_list(out, "Noticed", _noticed(report), "yellow")
     out.print()
     if report.ok:
-        out.print("All operations have a usable backend on every device. Adapters were not imported.", style="green")
+        were = "were not" if report.adapters is None else "were"
+        out.print(f"All operations have a usable backend on every device. Adapters {were} imported.", style="green")
     else:
         _show_list(out, "Not met", list(report.unmet), "red", gap=False)
 

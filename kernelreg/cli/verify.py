@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, write
+from kernelreg.cli._shared import console, seconds, write
 from kernelreg.errors import ConfigurationError, KernelregError, unknown_name
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("operation", nargs="?", metavar="OP", help="an operation; all of them if not given")
     parser.add_argument("--backend", action="append", metavar="B", help="this backend alone; may be repeated")
     parser.add_argument("--device", help="the device to run on; the current accelerator, else cpu, if not given")
-    parser.add_argument("--limit", type=_seconds, default=900.0, metavar="S", help="seconds for a backend (900)")
+    parser.add_argument("--limit", type=seconds, default=900.0, metavar="S", help="seconds for a backend (900)")
     parser.add_argument("--forget", action="store_true", help="forget what was found on this machine, and run nothing")
 
 
@@ -107,13 +107,6 @@ def _idle(outcomes: tuple[Outcome, ...]) -> list[str]:
     asked = dict.fromkeys((each.operation, each.backend) for each in outcomes)
     ran = {(each.operation, each.backend) for each in outcomes if each.computed or each.status == "wrong"}
     return [f"{backend} ({operation})" for operation, backend in asked if (operation, backend) not in ran]
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise ValueError
-    return value
 
 
 def _usable(
