@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from kernelreg.resolution import Resolution
 
 
+#: Characters of what was given that an error repeats.
+_SHOWN = 100
+
+
 class KernelregError(Exception):
     """Base of every error that kernelreg raises on purpose."""
 
@@ -88,6 +92,9 @@ def unknown_name(kind: str, given: object, accepted: Iterable[str]) -> str:
     """``unknown feature 'varlne'; accepted: …; did you mean 'varlen'?``"""
     names = sorted(accepted)
     hint = nearest(given, names)
-    said = repr(given) if len(given) <= 100 else f"{given[:100]!r} … ({len(given)} characters)"
+    if isinstance(given, str) and len(given) > _SHOWN:
+        said = f"{given[:_SHOWN]!r} … ({len(given)} characters)"
+    else:
+        said = f"{given!r:.{_SHOWN + 2}}"
     text = f"unknown {kind} {said}; accepted: {', '.join(names) or 'none'}"
     return f"{text}; did you mean {hint!r}?" if hint else text
