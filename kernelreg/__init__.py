@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from kernelreg._version import __version__
 
 if TYPE_CHECKING:
-    from kernelreg.api import facts, make_policy, on_resolve, refresh, register, resolve, resolve_together, use
+    from kernelreg.api import (
+        facts,
+        make_policy,
+        on_resolve,
+        quarantine,
+        refresh,
+        register,
+        resolve,
+        resolve_together,
+        use,
+    )
     from kernelreg.call import Call
     from kernelreg.descriptor import Descriptor
     from kernelreg.errors import (
@@ -20,9 +30,11 @@ if TYPE_CHECKING:
         ConfigurationError,
         DescriptorError,
         FactsError,
+        KernelFailedError,
         KernelregError,
         NoBackendError,
     )
+    from kernelreg.findings import Finding, Quarantine
     from kernelreg.machine import Facts
     from kernelreg.policy import Policy
     from kernelreg.reasons import Reason, ReasonCode
@@ -35,6 +47,7 @@ _HOME = {
         "facts",
         "make_policy",
         "on_resolve",
+        "quarantine",
         "refresh",
         "register",
         "resolve",
@@ -49,9 +62,11 @@ _HOME = {
         "ConfigurationError",
         "DescriptorError",
         "FactsError",
+        "KernelFailedError",
         "KernelregError",
         "NoBackendError",
     ),
+    "kernelreg.findings": ("Finding", "Quarantine"),
     "kernelreg.machine": ("Facts",),
     "kernelreg.policy": ("Policy",),
     "kernelreg.reasons": ("Reason", "ReasonCode"),
@@ -71,10 +86,13 @@ __all__ = [
     "DescriptorError",
     "Facts",
     "FactsError",
+    "Finding",
     "JointResolution",
+    "KernelFailedError",
     "KernelregError",
     "NoBackendError",
     "Policy",
+    "Quarantine",
     "Reason",
     "ReasonCode",
     "Resolution",
@@ -82,6 +100,7 @@ __all__ = [
     "facts",
     "make_policy",
     "on_resolve",
+    "quarantine",
     "refresh",
     "register",
     "resolve",

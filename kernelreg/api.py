@@ -11,6 +11,7 @@ from kernelreg import policy as policies
 from kernelreg.call import STATES, Call, make_call, read_features
 from kernelreg.descriptor import Descriptor, load_descriptor, make_descriptor
 from kernelreg.errors import ConfigurationError, several, unknown_name
+from kernelreg.findings import Quarantine
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
@@ -173,6 +174,14 @@ def facts() -> Facts:
 def refresh() -> None:
     """Forget facts, plugins, which adapters failed to import, and the environment; all is read anew."""
     session.refresh()
+
+
+def quarantine() -> Quarantine:
+    """The kernels that are kept from calls now: what failed in this process, and what ``kernelreg verify`` found wrong.
+
+    A sequence of :class:`kernelreg.Finding`, with ``clear()``, ``save(path)`` and ``to_dict()``.
+    """
+    return Quarantine(session.findings(session.facts()), session.trust)
 
 
 def use(

@@ -38,6 +38,10 @@ class FactsError(KernelregError, ValueError):
     """A facts file that cannot be read or written; names the file, the key and what is accepted."""
 
 
+class KernelFailedError(KernelregError, RuntimeError):
+    """A kernel that raised when it was called, where no other may run in its stead; the cause is its ``__cause__``."""
+
+
 class CallError(KernelregError, ValueError):
     """Arguments that break the operation's contract, whatever the backend; names the argument and its shape."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernelreg.call import Call
 from kernelreg.dispatch import Dispatcher
 from kernelreg.errors import CallError, ConfigurationError, unknown_name
+from kernelreg.fallback import Kept, keep_away
 from kernelreg.ops import operation_named
 from kernelreg.ops.gdn_arguments import check_arguments, real_scale
 from kernelreg.session import current_override
@@ -204,21 +205,21 @@ def _run(
     shown = _shown(dispatch.operation, q, k, v, g, beta, initial_state, cu_seqlens, state_indices, flags, options)
     gate = _gate_dtype(g, options)
     key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)
+    words |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, **options}
     function = dispatch.known.get(key)
+    kept = None
     if function is None:
-        function = dispatch.decide(key, _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown))
-    return function(  # type: ignore[no-any-return]
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        state_v_first=state_v_first,
-        **words,
-        **options,
-    )
+        call = _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown)
+        function = dispatch.decide(key, call)
+        if initial_state is not None and state_indices is not None and "capture" not in call.features:
+            kept = Kept(initial_state, state_indices)
+    try:
+        return function(q, k, v, g, beta, **words)  # type: ignore[no-any-return]
+    except (Exception, SystemExit) as error:  # a library's: an automatic choice goes on to the next kernel
+        call = _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown)
+        keep_away(call, error, kept, in_place=state_indices is not None)
+    key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)  # what has changed tells other sizes
+    return dispatch.decide(key, call)(q, k, v, g, beta, **words)  # type: ignore[no-any-return]
 
 
 def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:

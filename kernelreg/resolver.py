@@ -12,10 +12,10 @@ import msgspec
 
 from kernelreg.call import Call
 from kernelreg.descriptor import Kernel
+from kernelreg.findings import Finding, quarantine_reasons
 from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
-from kernelreg.quarantine import Finding, quarantine_reasons
 from kernelreg.reasons import CALL_CODES, Reason, ReasonCode, told_in_order
 from kernelreg.registry import Backend, Registry
 from kernelreg.requirements import call_reasons, holds, known_bad_reasons, machine_reasons

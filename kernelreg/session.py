@@ -19,17 +19,17 @@ import msgspec
 from kernelreg.adapters import load_function
 from kernelreg.announce import announce, logger, say_once, set_level
 from kernelreg.call import Call
-from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError
+from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError, unknown_name
+from kernelreg.findings import Finding
 from kernelreg.machine import CPU, Device, Facts, detect
 from kernelreg.machine.torch_devices import current_index, observed_device
 from kernelreg.policy import PREFIX, Policy, read_environment, read_log_level, read_plugins
-from kernelreg.quarantine import Finding
 from kernelreg.reasons import Reason
 from kernelreg.registry import Backend, Registry, discover
 from kernelreg.resolution import Resolution
 from kernelreg.resolver import Decision, decide
 from kernelreg.together import JointResolution, decide_together
-from kernelreg.verify.records import load_record
+from kernelreg.verify.records import load_record, save_record
 
 Observer = Callable[[Resolution], object]
 
@@ -73,6 +73,7 @@ class Session:
         self.ruled_out: dict[str, Reason] = {}
         self._causes: dict[str, AdapterError] = {}
         self._findings: dict[str, tuple[Finding, ...]] = {}
+        self._failed: tuple[Finding, ...] = ()
         self._trusting = False
         self.observers: tuple[Observer, ...] = ()
         self._listeners: list[Callable[[], None]] = []
@@ -136,7 +137,10 @@ class Session:
         return self._policy if over is None else self._policy.overlaid(over.policy)
 
     def findings(self, facts: Facts) -> tuple[Finding, ...]:
-        """What ``kernelreg verify`` found wrong on these facts. A record that cannot be read is said once."""
+        """What failed in this process, and what ``kernelreg verify`` found wrong on these facts.
+
+        A record that cannot be read is said once.
+        """
         fingerprint = facts.fingerprint
         with self._lock:
             known = () if self._trusting else self._findings.get(fingerprint)
@@ -147,7 +151,7 @@ class Session:
                     say_once(logging.WARNING, f"results of kernelreg verify are left out: {error}")
                     record = None
                 known = self._findings[fingerprint] = record.findings(facts) if record else ()
-            return known
+            return (*self._failed, *known)
 
     def grounds(self, facts: Facts | None = None, policy: Policy | None = None, device: str | None = None) -> Grounds:
         """What a decision made now rests on.
@@ -186,6 +190,7 @@ class Session:
             self.ruled_out = {}
             self._causes = {}
             self._findings = {}
+            self._failed = ()
             self._discovered = None
             self._changed_backends()
 
@@ -224,6 +229,31 @@ class Session:
             if error is not None and error.reason in candidate.reasons:
                 return error
         return None
+
+    def keep_away(self, finding: Finding) -> None:
+        """Remember that a kernel failed, for as long as this process lives or until it is trusted again."""
+        with self._lock:
+            self._failed = (*self._failed, finding)
+            self._changed()
+
+    def trust(self, backend: str | None) -> None:
+        """Forget what failed or was found wrong, of one backend or (None) of all, for good.
+
+        Raises:
+            ConfigurationError: an unknown backend.
+            KernelregError: what ``kernelreg verify`` has kept cannot be changed.
+        """
+        with self._lock:
+            names = self.registry().names()
+            if backend is not None and backend not in names:
+                raise ConfigurationError(unknown_name("backend", backend, names))
+            fingerprint = self.facts().fingerprint
+            record = load_record(fingerprint)
+            if record is not None and (left := record.trusting(backend)) != record:
+                save_record(left)
+            self._failed = tuple(each for each in self._failed if backend not in (None, each.backend))
+            self._findings = {}
+            self._changed()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever an answer given before may not hold any more. The lock is held then."""

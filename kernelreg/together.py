@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from kernelreg.call import Call
+from kernelreg.findings import Finding
 from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
-from kernelreg.quarantine import Finding
 from kernelreg.reasons import Reason, ReasonCode
 from kernelreg.registry import Registry
 from kernelreg.resolution import Resolution

@@ -19,8 +19,8 @@ import pytest
 
 import kernelreg
 from kernelreg.call import make_call
+from kernelreg.findings import quarantine_reasons
 from kernelreg.ops import operation_named
-from kernelreg.quarantine import quarantine_reasons
 from kernelreg.verify.cases import Case, cases
 from kernelreg.verify.judge import judge
 from kernelreg.verify.outcome import Outcome
@@ -328,7 +328,7 @@ def test_another_version_of_the_plugin_is_another_machine(verify: Any, tmp_path:
     ("fault", "told"),
     [
         ("abort@torch.int32", "the process died of SIGABRT"),
-        ("exit@torch.int32", "exit code 3"),
+        ("exit@torch.int32", "unexplained SystemExit: 3"),
         ("vanish@torch.int32", "exit code 0"),
         ("leave@torch.int32", "exit code 4"),
     ],

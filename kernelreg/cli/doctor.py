@@ -18,7 +18,6 @@ from kernelreg.imports import IMPORT_SECONDS, Adapter, Imported, import_adapter
 from kernelreg.machine import CPU, Facts, Problem
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
-from kernelreg.quarantine import Finding
 from kernelreg.reasons import HARDWARE_CODES, Reason
 from kernelreg.registry import Registry
 from kernelreg.resolver import Candidate, Decision, decide
@@ -134,7 +133,8 @@ def examine(
     noticed += [
         Problem(source=f"import of {each.backend}", error=text) for each in adapters or () for text in each.changed
     ]
-    noticed += [Problem(source="quarantine", error=text) for text in _quarantined(findings)]
+    first = {each.scope: each for each in reversed(findings)}  # one cause for each scope is enough here
+    noticed += [Problem(source="quarantine", error=str(each)) for each in reversed(first.values())]
     if os.environ.get("KERNELREG_FACTS"):
         noticed.append(
             Problem(source="KERNELREG_FACTS", error=f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
@@ -167,20 +167,6 @@ def _import_adapters(decisions: Sequence[Decision], registry: Registry, limit: f
         with working(f"importing the adapter of {name}"):
             found.append(import_adapter(name, Adapter(module=modules[name], functions=tuple(wanted)), limit))
     return tuple(found)
-
-
-def _quarantined(findings: Sequence[Finding]) -> list[str]:
-    """For which calls each kernel is out of the choice, with the first cause."""
-    told: dict[tuple[object, ...], str] = {}
-    for each in findings:
-        uses = " and ".join([*sorted(each.features), *([each.dtype] if each.dtype else [])])
-        which = f"{each.operation} calls with {uses}" if uses else f"all {each.operation} calls"
-        key = (each.backend, each.kernel, which, each.devices)
-        where = ", ".join(sorted(each.devices))
-        told.setdefault(
-            key, f"{each.backend} {each.kernel} is kept from {which} on {where}: {each.cause}; fix: {each.fix}"
-        )
-    return list(told.values())
 
 
 def _unmet(decision: Decision, policy: Policy, registry: Registry, required: list[tuple[str, str]]) -> list[str]:

@@ -16,8 +16,8 @@ import msgspec
 from kernelreg._version import __version__
 from kernelreg.decoding import decode_json, read_bytes
 from kernelreg.errors import KernelregError
+from kernelreg.findings import Finding
 from kernelreg.machine.model import Facts
-from kernelreg.quarantine import Finding
 from kernelreg.verify.outcome import Outcome
 
 
@@ -45,6 +45,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 like = {name for name in _alike(each.device, facts) if (name, *case) not in judged}
                 found.append(_finding(each, frozenset({each.device, *like}), self.outcomes, self.date))
         return tuple(found)
+
+    def trusting(self, backend: str | None) -> Record:
+        """This record without what was wrong: of one backend, or (None) of all."""
+        kept = tuple(each for each in self.outcomes if each.status != "wrong" or backend not in (None, each.backend))
+        return msgspec.structs.replace(self, outcomes=kept)
 
     def with_run(self, outcomes: tuple[Outcome, ...], date: str) -> Record:
         """This record with a run's outcomes in place of what was known of the same cases.
