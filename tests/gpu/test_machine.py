@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import kernelreg
+from kernelreg.cli import main
 from kernelreg.testing.plugin import Record
 from tests.gdn_cases import gdn_call
 
@@ -52,6 +53,7 @@ def _in_child(queue: Any) -> None:
 def _resolve_then_fork(queue: Any) -> None:
     kernelreg.facts()
     kernelreg.resolve("gdn")
+    assert main(["doctor", "--json"]) == 0
     context = multiprocessing.get_context("fork")
     child = context.Process(target=_in_child, args=(queue,))
     child.start()
@@ -65,4 +67,4 @@ def test_cuda_works_in_a_fork_after_detection(record: Record) -> None:
     parent.start()
     assert queue.get(timeout=240) == 4.0
     parent.join(60)
-    record("machine: CUDA in a forked child after facts and resolve", "all", "works")
+    record("machine: CUDA in a forked child after facts, resolve and doctor", "all", "works")
