@@ -326,3 +326,38 @@ def test_results_that_cannot_be_kept_are_still_shown(verify: Any, tmp_path: Path
     done = verify("verify", "gdn.chunk", "--backend", "torch", state="file")
     assert done.returncode == 0
     assert "the results are not kept" in done.stderr
+
+
+# -- the child process -------------------------------------------------------------------------------------------------
+
+ROOT = Path(kernelreg.__file__).parents[1]
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    """A user's environment with no override and a state folder of its own."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("KERNELREG_", "PYTHONPATH"))}
+    return plain | {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
+
+
+@pytest.mark.parametrize("start", ["a script", "-c"])
+def test_the_child_imports_what_the_command_can_and_nothing_else(verify: Any, tmp_path: Path, start: str) -> None:
+    """A script looks in its own folder and where it says, and not in the current one; ``-c`` looks there, too."""
+    site = tmp_path / "site"
+    run = "import sys; from kernelreg.cli import main; sys.exit(main())"
+    script = tmp_path / "bin" / "start.py"
+    script.parent.mkdir()
+    script.write_text(f"import sys; sys.path[1:1] = [{str(ROOT)!r}, {str(site)!r}]; {run}")
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("acme_adapter", "importlib", "json", "linecache", "msgspec", "torch"):
+        (here / f"{name}.py").write_text("raise SystemExit('this is no library')")
+    done = subprocess.run(
+        [sys.executable, *([script] if start == "a script" else ["-c", run]), "verify", "gdn", "--backend", "acme"],
+        cwd=here if start == "a script" else site,
+        env=environment(tmp_path, **({} if start == "a script" else {"PYTHONPATH": str(ROOT)})),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 
+from kernelreg.children import alone
 from kernelreg.machine.model import Device, Driver, Problem
 from kernelreg.machine.nvml import cuda_version
 
@@ -30,7 +30,7 @@ def read_cuda_driver() -> tuple[Driver | None, tuple[Device, ...] | None, list[P
     try:
         ctypes.CDLL(_LIBRARY)  # loading alone initialises nothing, and most machines without a GPU stop here
         done = subprocess.run(
-            [sys.executable, "-I", "-S", os.fspath(_CHILD), _LIBRARY],
+            alone(_CHILD, _LIBRARY),
             capture_output=True,
             timeout=DRIVER_SECONDS,
             check=False,

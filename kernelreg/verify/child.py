@@ -75,7 +75,3 @@ def _alive(device: str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

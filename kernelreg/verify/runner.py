@@ -7,13 +7,13 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from tempfile import TemporaryFile
 
 import msgspec
 
+from kernelreg.children import alike
 from kernelreg.verify.child import Judged, Message, Started, Task
 from kernelreg.verify.outcome import Outcome
 
@@ -62,7 +62,7 @@ def _child(task: Task) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
     words: list[str] = []
     with TemporaryFile() as stderr:
         child = subprocess.Popen(
-            [sys.executable, "-m", "kernelreg.verify.child"],
+            alike("kernelreg.verify.child"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
