@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from tests.machines import descriptor
 
 #: A backend whose function is the torch backend's, and then whatever FAULT does to it.
 ADAPTER = """
-import os, signal, sys, time
+import ctypes, os, signal, subprocess, sys, time
 import torch
 from kernelreg_backends.torch.adapter import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
@@ -36,6 +39,7 @@ def run(q, k, v, g, beta, **options):
     if bad and name == "hang": time.sleep(600)
     if bad and name == "exit": sys.exit(3)
     if bad and name == "vanish": os._exit(0)
+    if bad and name == "seize": seize()
     if bad and name == "leave": os.fork() or time.sleep(600); os._exit(4)
     if bad and name == "raises": raise RuntimeError("the library's own words")
     if bad and name == "prints": print("noise " * 20000); os.write(1, b"noise")
@@ -53,6 +57,13 @@ def run(q, k, v, g, beta, **options):
     if bad and name == "varies": o = o + 1e-3 * torch.rand(())
     if bad and name == "slot" and "state_indices" in options: options["initial_state"][11] += 1
     return o, final
+
+def seize():
+    "Hang with the interpreter's lock held and a compiler running, both of which hold a pipe open."
+    held = os.open(os.environ["HELD"], os.O_WRONLY)
+    subprocess.Popen(["sleep", "600"], pass_fds=[held])
+    os.write(held, b"x")
+    ctypes.PyDLL(None).sleep(600)
 """
 FEATURES = sorted(operation_named("gdn").features - {"capture", "capture-varlen", "deterministic"})
 
@@ -361,3 +372,39 @@ def test_the_child_imports_what_the_command_can_and_nothing_else(verify: Any, tm
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+)
+def test_nothing_of_a_child_outlives_the_command(verify: Any, tmp_path: Path, number: int, code: int) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def wait(wanted: bytes) -> None:
+        """Until the pipe says this: ``x`` from a process that holds it, nothing once no process does."""
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):  # held, and silent
+                if os.read(held, 1) == wanted:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError(wanted)
+
+    command = subprocess.Popen(
+        [sys.executable, "-m", "kernelreg", "verify", "gdn", "--backend", "acme"],
+        env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="seize", HELD=str(pipe)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        wait(b"x")
+        command.send_signal(number)
+        _, told = command.communicate(timeout=60)
+        assert (command.returncode, told) == (code, b"")
+        wait(b"")
+    finally:
+        command.kill()
+        os.close(held)
