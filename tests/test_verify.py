@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,15 @@ def test_draws_are_the_same_for_a_seed_and_cover_the_contract() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+ROOT = Path(kernelreg.__file__).parents[1]
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    """A user's environment with no override and a state folder of its own."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("KERNELREG_", "PYTHONPATH"))}
+    return plain | {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
+
+
 @pytest.fixture
 def verify(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the command line on a machine with the backend ``acme`` installed."""
@@ -176,12 +185,13 @@ def verify(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         files={"acme_gdn/__init__.py": "", "acme_gdn/backend.toml": DESCRIPTOR, "acme_adapter.py": ADAPTER},
     )
 
-    def run(*words: str, fault: str = "", state: str = "state") -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KERNELREG_")}
-        environment |= {"PYTHONPATH": str(site), "XDG_STATE_HOME": str(tmp_path / state), "FAULT": fault}
+    def run(
+        *words: str, fault: str = "", state: str = "state", more: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        told = {"PYTHONPATH": str(site), "XDG_STATE_HOME": str(tmp_path / state), "FAULT": fault, **(more or {})}
         return subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "kernelreg", *words],
-            env=environment,
+            env=environment(tmp_path, **told),
             capture_output=True,
             text=True,
             check=False,
@@ -341,14 +351,6 @@ def test_results_that_cannot_be_kept_are_still_shown(verify: Any, tmp_path: Path
 
 # -- the child process -------------------------------------------------------------------------------------------------
 
-ROOT = Path(kernelreg.__file__).parents[1]
-
-
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    """A user's environment with no override and a state folder of its own."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("KERNELREG_", "PYTHONPATH"))}
-    return plain | {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
-
 
 @pytest.mark.parametrize("start", ["a script", "-c"])
 def test_the_child_imports_what_the_command_can_and_nothing_else(verify: Any, tmp_path: Path, start: str) -> None:
@@ -408,3 +410,38 @@ def test_nothing_of_a_child_outlives_the_command(verify: Any, tmp_path: Path, nu
     finally:
         command.kill()
         os.close(held)
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("KERNELREG_FACTS", "here.json", "unset KERNELREG_FACTS"),
+        ("KERNELREG_BACKEND", "acm", "KERNELREG_BACKEND='acm': unknown backend 'acm'"),
+        ("KERNELREG_DISABLE", "acm", "did you mean 'acme'"),
+        ("KERNELREG_STRICT", "perhaps", "KERNELREG_STRICT='perhaps'; accepted: "),
+        ("KERNELREG_LOCK", "x.lock", "KERNELREG_LOCK"),
+    ],
+)
+def test_a_wrong_variable_is_usage_and_no_kernels_fault(verify: Any, variable: str, value: str, told: str) -> None:
+    done = verify("verify", "gdn", "--backend", "acme", more={variable: value})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+    assert "acme only is kept" not in verify("doctor").stdout
+
+
+def test_what_is_disabled_is_left_out_with_the_reason(verify: Any) -> None:
+    done = verify("verify", "gdn", "--backend", "acme", more={"KERNELREG_DISABLE": "acme"})
+    assert done.returncode == 1
+    assert "gdn.chunk acme cannot run here: disabled: KERNELREG_DISABLE" in done.stdout
+    assert "not ok: nothing could run" in done.stdout
+
+
+def test_overrides_that_choose_change_nothing_of_what_is_judged(verify: Any) -> None:
+    more = {"KERNELREG_BACKEND": "torch", "KERNELREG_PREFER": "torch", "KERNELREG_STRICT": "1"}
+    report = json.loads(verify("verify", "gdn", "--backend", "acme", "--json", fault="wrong", more=more).stdout)
+    assert {each["backend"] for each in report["outcomes"]} == {"acme"}
+    wrong = {each["kernel"] for each in report["outcomes"] if each["status"] == "wrong"}
+    assert wrong == {"only"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,9 @@ def run(words: argparse.Namespace) -> int:
     """0 when nothing was wrong, 1 when something was or a backend that was asked for cannot run, 2 for wrong usage."""
     if words.facts is not None:
         raise ConfigurationError("verify runs kernels on this machine; --facts is for the other commands")
+    if os.environ.get("KERNELREG_FACTS", "").strip():
+        raise ConfigurationError("verify runs kernels on this machine; fix: unset KERNELREG_FACTS")
+    policy = session.policy()  # a variable that is wrong is said before anything runs
     facts = session.facts()
     if words.forget:
         write("forgotten" if forget_record(facts.fingerprint) else "nothing was known of this machine")
@@ -78,7 +82,7 @@ def run(words: argparse.Namespace) -> int:
         if name not in names:
             raise ConfigurationError(f"--backend {name}: {unknown_name('backend', name, names)}")
     device = words.device or session.default_device(facts)
-    runnable, left = _usable(facts, wanted, words.backend or names, device)
+    runnable, left = _usable(facts, wanted, words.backend or names, device, policy)
     outcomes = _judge(runnable, device, words.limit, quiet=words.json)
     report = Report(
         ok=not any(each.status == "wrong" for each in outcomes)
@@ -113,12 +117,16 @@ def _seconds(text: str) -> float:
 
 
 def _usable(
-    facts: Facts, wanted: list[str], backends: tuple[str, ...] | list[str], device: str
+    facts: Facts, wanted: list[str], backends: tuple[str, ...] | list[str], device: str, policy: Policy
 ) -> tuple[list[tuple[str, str]], tuple[Left, ...]]:
-    """The (operation, backend) pairs that can run on the device, and why the others cannot."""
+    """The (operation, backend) pairs that can run on the device, and why the others cannot.
+
+    What is disabled is not run here either. The rest of the policy chooses among backends: each is judged all the same.
+    """
+    disabled = msgspec.structs.replace(policy, backend={}, prefer=(), strict=False)
     runnable, left = [], []
     for operation in wanted:
-        decision = decide(session.registry(), facts, make_call(operation, device), Policy(), session.ruled_out)
+        decision = decide(session.registry(), facts, make_call(operation, device), disabled, session.ruled_out)
         for backend in backends:
             rows = [each for each in decision.candidates if each.backend == backend]
             if any(each.accepted for each in rows):
