@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, write
+from kernelreg.cli._shared import console, on_terminal, write
 from kernelreg.errors import ConfigurationError, KernelregError, unknown_name
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
@@ -151,7 +151,7 @@ def _judge(pairs: list[tuple[str, str]], device: str, limit: float, *, quiet: bo
 @contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Any]:
     """A bar on standard error, where a person sees it."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not on_terminal(sys.stderr):
         yield lambda outcome: None
         return
     from rich.console import Console
