@@ -462,3 +462,9 @@ def test_results_are_kept_when_the_reader_has_left(verify: Any, tmp_path: Path, 
     os.close(write)
     assert done.returncode == 141
     assert "quarantined" in verify("resolve", "gdn", "--json").stdout
+
+
+def test_forgetting_as_data(verify: Any) -> None:
+    verify("verify", "gdn", "--backend", "acme")
+    told = [json.loads(verify("verify", "--forget", "--json").stdout) for _ in range(2)]
+    assert [each["forgotten"] for each in told] == [True, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -74,7 +75,9 @@ def run(words: argparse.Namespace) -> int:
     policy = session.policy()  # a variable that is wrong is said before anything runs
     facts = session.facts()
     if words.forget:
-        write("forgotten" if forget_record(facts.fingerprint) else "nothing was known of this machine")
+        known = forget_record(facts.fingerprint)
+        text = "forgotten" if known else "nothing was known of this machine"
+        write(json.dumps({"schema": 1, "fingerprint": facts.fingerprint, "forgotten": known}) if words.json else text)
         return 0
     wanted = [operation_named(words.operation).name] if words.operation else [each.name for each in operations()]
     names = session.registry().names()
