@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kernelreg.children import alone
 from kernelreg.machine import Device, Driver, Problem, cuda_driver, devices
 from kernelreg.machine.cuda_driver import read_cuda_driver
 from kernelreg.machine.devices import detect_devices
@@ -212,3 +215,11 @@ def test_a_machine_without_the_drivers_library_starts_no_child(monkeypatch: pyte
     driver, found, (problem,) = read_cuda_driver()
     assert (driver, found) == (None, None)
     assert "libno-such-driver.so.1" in problem.error
+
+
+def test_a_child_that_hangs_ends_by_itself(tmp_path: Path) -> None:
+    """Whoever waited for it may have been killed. Here, opening the library never ends."""
+    library = tmp_path / "libcuda.so.1"
+    os.mkfifo(library)
+    done = subprocess.run(alone(cuda_driver._CHILD, str(library), "0.5"), capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGALRM, b"")

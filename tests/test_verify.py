@@ -487,3 +487,26 @@ def test_overrides_that_choose_change_nothing_of_what_is_judged(verify: Any) -> 
     assert {each["backend"] for each in report["outcomes"]} == {"acme"}
     wrong = {each["kernel"] for each in report["outcomes"] if each["status"] == "wrong"}
     assert wrong == {"only"}
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_results_are_kept_when_the_reader_has_left(verify: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "kernelreg", "verify", "gdn", "--backend", "acme", *words],
+        env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="wrong"),
+        stdout=write,
+        stderr=write,
+        check=False,
+        timeout=300,
+    )
+    os.close(write)
+    assert done.returncode == 141
+    assert "quarantined" in verify("resolve", "gdn", "--json").stdout
+
+
+def test_forgetting_as_data(verify: Any) -> None:
+    verify("verify", "gdn", "--backend", "acme")
+    told = [json.loads(verify("verify", "--forget", "--json").stdout) for _ in range(2)]
+    assert [each["forgotten"] for each in told] == [True, False]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from kernelreg.machine import CPU, Device, Facts
 from kernelreg.session import session
@@ -32,13 +32,22 @@ def console() -> Console:
     """Standard output for a person: colour on a terminal alone."""
     from rich.console import Console
 
-    return Console(
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich's own way is to exit at once
+
+    return Output(
         markup=False,
         highlight=False,
         emoji=False,
-        width=None if sys.stdout.isatty() else PLAIN_WIDTH,
+        width=None if on_terminal(sys.stdout) else PLAIN_WIDTH,
         soft_wrap=False,
     )
+
+
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether a person reads the stream; there is none where the program was started with it closed."""
+    return stream is not None and stream.isatty()
 
 
 def describe(device: Device) -> str:
@@ -79,4 +88,4 @@ def working(on: str) -> Iterator[None]:
 
 def write(text: str) -> None:
     """A text, and the end of its line, to standard output."""
-    sys.stdout.write(text + "\n")
+    print(text)

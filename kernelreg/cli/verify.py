@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, seconds, write
+from kernelreg.cli._shared import console, on_terminal, seconds, write
 from kernelreg.errors import ConfigurationError, KernelregError, unknown_name
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
@@ -74,7 +75,9 @@ def run(words: argparse.Namespace) -> int:
     policy = session.policy()  # a variable that is wrong is said before anything runs
     facts = session.facts()
     if words.forget:
-        write("forgotten" if forget_record(facts.fingerprint) else "nothing was known of this machine")
+        known = forget_record(facts.fingerprint)
+        text = "forgotten" if known else "nothing was known of this machine"
+        write(json.dumps({"schema": 1, "fingerprint": facts.fingerprint, "forgotten": known}) if words.json else text)
         return 0
     wanted = [operation_named(words.operation).name] if words.operation else [each.name for each in operations()]
     names = session.registry().names()
@@ -144,7 +147,7 @@ def _judge(pairs: list[tuple[str, str]], device: str, limit: float, *, quiet: bo
 @contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Any]:
     """A bar on standard error, where a person sees it."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not on_terminal(sys.stderr):
         yield lambda outcome: None
         return
     from rich.console import Console

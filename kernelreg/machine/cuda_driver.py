@@ -30,7 +30,7 @@ def read_cuda_driver() -> tuple[Driver | None, tuple[Device, ...] | None, list[P
     try:
         ctypes.CDLL(_LIBRARY)  # loading alone initialises nothing, and most machines without a GPU stop here
         done = subprocess.run(
-            alone(_CHILD, _LIBRARY),
+            alone(_CHILD, _LIBRARY, f"{DRIVER_SECONDS + 1}"),  # its own limit, should this process be gone by then
             capture_output=True,
             timeout=DRIVER_SECONDS,
             check=False,
