@@ -77,7 +77,7 @@ def seconds(text: str) -> float:
 @contextmanager
 def working(on: str) -> Iterator[None]:
     """Say what takes its time on standard error, where a person sees it."""
-    if not sys.stderr.isatty():
+    if not on_terminal(sys.stderr):
         yield
         return
     from rich.console import Console
