@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kernelreg._version import __version__
 
 if TYPE_CHECKING:
+    from kernelreg.agreement import Agreement
     from kernelreg.api import facts, make_policy, on_resolve, refresh, register, resolve, resolve_together, use
     from kernelreg.call import Call
     from kernelreg.descriptor import Descriptor
@@ -22,15 +23,19 @@ if TYPE_CHECKING:
         FactsError,
         KernelregError,
         NoBackendError,
+        RanksError,
+        RanksTimeoutError,
     )
     from kernelreg.machine import Facts
     from kernelreg.policy import Policy
+    from kernelreg.ranks import agree
     from kernelreg.reasons import Reason, ReasonCode
     from kernelreg.resolution import Resolution
     from kernelreg.resolver import Candidate
     from kernelreg.together import JointResolution
 
 _HOME = {
+    "kernelreg.agreement": ("Agreement",),
     "kernelreg.api": (
         "facts",
         "make_policy",
@@ -51,9 +56,12 @@ _HOME = {
         "FactsError",
         "KernelregError",
         "NoBackendError",
+        "RanksError",
+        "RanksTimeoutError",
     ),
     "kernelreg.machine": ("Facts",),
     "kernelreg.policy": ("Policy",),
+    "kernelreg.ranks": ("agree",),
     "kernelreg.reasons": ("Reason", "ReasonCode"),
     "kernelreg.resolution": ("Resolution",),
     "kernelreg.resolver": ("Candidate",),
@@ -63,6 +71,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AdapterError",
+    "Agreement",
     "Call",
     "CallError",
     "Candidate",
@@ -75,10 +84,13 @@ __all__ = [
     "KernelregError",
     "NoBackendError",
     "Policy",
+    "RanksError",
+    "RanksTimeoutError",
     "Reason",
     "ReasonCode",
     "Resolution",
     "__version__",
+    "agree",
     "facts",
     "make_policy",
     "on_resolve",

@@ -56,26 +56,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP=BACKEND",
         help="exit 1 unless this backend is chosen for the operation on every visible device; may be repeated",
     )
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="under torchrun: one report of how the ranks' machines differ and of what they agree on",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="S",
+        help="with --ranks: seconds that the ranks wait for each other; 60 when not given",
+    )
 
 
 def run(words: argparse.Namespace) -> int:
     """0 when every operation has a kernel on every device and every override and requirement is met, else 1."""
     registry = session.registry()
     required = [_requirement(text, registry) for text in words.require]
-    trouble: list[Problem] = []
-    try:
-        facts = facts_of(words)
-    except FactsError as error:
-        if words.facts is not None:
-            raise
-        trouble.append(Problem(source="KERNELREG_FACTS", error=str(error)))
-        facts = session.detected()
+    if words.ranks:
+        from kernelreg.cli import _ranks
+
+        return _ranks.run(words, registry, required)
+    if words.limit is not None:
+        raise ConfigurationError("--limit says how long --ranks waits; give it with --ranks alone")
+    facts, trouble = _facts_and_trouble(words)
     report = examine(facts, registry, required, trouble)
     if words.json:
         write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
     else:
         show(report, console())
     return 0 if report.ok else 1
+
+
+def _facts_and_trouble(words: argparse.Namespace) -> tuple[Facts, list[Problem]]:
+    """The machine to speak of. A file that ``KERNELREG_FACTS`` names and that cannot be read is one trouble of many."""
+    try:
+        return facts_of(words), []
+    except FactsError as error:
+        if words.facts is not None:
+            raise
+        return session.detected(), [Problem(source="KERNELREG_FACTS", error=str(error))]
 
 
 def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], trouble: list[Problem]) -> Report:
