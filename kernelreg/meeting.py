@@ -138,14 +138,14 @@ class Table:
         places = range(len(self.ranks))
         waiting = list(places)
         for _ in _pauses(end, len(self.ranks)):
+            if store.check([f"{turn}/outcome"]):  # a rank has given up
+                return
             while waiting and store.check([f"{turn}/{waiting[0]}"]):
                 waiting.pop(0)
             if not waiting:
                 received = [store.get(f"{turn}/{place}") for place in places]
                 store.set(f"{turn}/all", zlib.compress(msgspec.msgpack.encode(received)))  # type: ignore[arg-type]
                 self._settle(store, turn, _Outcome())
-                return
-            if store.check([f"{turn}/outcome"]):
                 return
 
     def _outcome(self, store: Store, turn: int, end: float, started: float) -> _Outcome:
