@@ -68,6 +68,21 @@ class NoBackendError(KernelregError, RuntimeError):
         return type(self), (str(self), self.resolution)
 
 
+class RanksError(KernelregError, RuntimeError):
+    """The ranks of a process group could not agree. ``ranks`` are those that differ, failed or did not answer."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[type[RanksError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class RanksTimeoutError(RanksError, TimeoutError):
+    """Not every rank of a process group answered by the time limit; ``ranks`` are those that did not."""
+
+
 def several(said: str, value: object, accepted: str) -> list[Any]:
     """What is in a list, set or the like that a person gave. A string is one thing, and not its letters.
 

@@ -52,14 +52,7 @@ def on_terminal(stream: TextIO | None) -> bool:
 
 def describe(device: Device) -> str:
     """A device in one line."""
-    parts = [device.name or device.type]
-    if device.compute_capability:
-        parts.append(f"compute capability {device.compute_capability}")
-    if device.memory_bytes:
-        parts.append(f"{device.memory_bytes / 2**30:.0f} GiB")
-    if device.mig:
-        parts.append("MIG instance")
-    return ", ".join(parts)
+    return device.description
 
 
 def seconds(text: str) -> float:

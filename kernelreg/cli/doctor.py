@@ -68,11 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="import the adapter of every usable backend too, each in a child process",
     )
     parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="under torchrun: one report of how the ranks' machines differ and of what they agree on",
+    )
+    parser.add_argument(
         "--limit",
         type=seconds,
-        default=IMPORT_SECONDS,
         metavar="S",
-        help=f"seconds for each import of --deep ({IMPORT_SECONDS:g})",
+        help=f"seconds for each import of --deep ({IMPORT_SECONDS:g}), or that --ranks waits for each other (60)",
     )
 
 
@@ -82,20 +86,30 @@ def run(words: argparse.Namespace) -> int:
         raise ConfigurationError("--deep imports adapters on this machine; --facts speaks of another")
     registry = session.registry()
     required = [_requirement(text, registry) for text in words.require]
-    trouble: list[Problem] = []
-    try:
-        facts = facts_of(words)
-    except FactsError as error:
-        if words.facts is not None:
-            raise
-        trouble.append(Problem(source="KERNELREG_FACTS", error=str(error)))
-        facts = session.detected()
-    report = examine(facts, registry, required, trouble, words.limit if words.deep else None)
+    if words.limit is not None and not (words.deep or words.ranks):
+        raise ConfigurationError("--limit is for --deep and --ranks; give it with one of them")
+    if words.ranks:
+        from kernelreg.cli import _ranks
+
+        return _ranks.run(words, registry, required)
+    facts, trouble = _facts_and_trouble(words)
+    limit = (words.limit or IMPORT_SECONDS) if words.deep else None
+    report = examine(facts, registry, required, trouble, limit)
     if words.json:
         write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
     else:
         show(report, console())
     return 0 if report.ok else 1
+
+
+def _facts_and_trouble(words: argparse.Namespace) -> tuple[Facts, list[Problem]]:
+    """The machine to speak of. A file that ``KERNELREG_FACTS`` names and that cannot be read is one trouble of many."""
+    try:
+        return facts_of(words), []
+    except FactsError as error:
+        if words.facts is not None:
+            raise
+        return session.detected(), [Problem(source="KERNELREG_FACTS", error=str(error))]
 
 
 def examine(

@@ -71,6 +71,18 @@ class Device(_Record, frozen=True, kw_only=True):
             return "cpu"
         return f"{'cuda' if self.type == 'rocm' else self.type}:{self.index}"
 
+    @property
+    def description(self) -> str:
+        """The device in one line, without what tells it from its like."""
+        parts = [self.name or self.type]
+        if self.compute_capability:
+            parts.append(f"compute capability {self.compute_capability}")
+        if self.memory_bytes:
+            parts.append(f"{self.memory_bytes / 2**30:.0f} GiB")
+        if self.mig:
+            parts.append("MIG instance")
+        return ", ".join(parts)
+
 
 CPU = Device(index=0, type="cpu")
 #: What every machine has, whether or not its facts list it, by torch's name.
