@@ -192,7 +192,7 @@ def _load(decision: Decision) -> tuple[Decision, Callable[..., Any]]:
     try:
         return decision, load_function(*row)
     except AdapterError as error:
-        session.rule_out(row[0].name, error.reason)
+        session.rule_out(row[0].name, error)
         raise AdapterError(
             f"{error}; the ranks agreed on this kernel, so no other takes its place on this rank alone: "
             "agree again on all ranks, with load=True to try before",

@@ -30,6 +30,14 @@ def facts(name: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("name", "backend"), [("h200", "flash_qla"), ("a100-ngc", "fla"), ("cpu-only", "torch")])
+@pytest.mark.parametrize("words", [("doctor", "--ranks"), ("doctor", "--deep"), ("verify",)])
+@pytest.mark.parametrize("limit", ["-1", "0", "soon", "nan", "inf"])
+def test_a_limit_is_a_number_of_seconds(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], limit: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, f"--limit={limit}"])
+    assert f"{limit}; accepted: seconds" in capsys.readouterr().err
+
+
 def test_resolve_explains_another_machines_decision(name: str, backend: str, capsys: Output) -> None:
     assert run("resolve", "gdn", *facts(name)) == 0
     assert f": {backend} " in capsys.readouterr().out.splitlines()[0]

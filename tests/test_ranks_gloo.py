@@ -301,8 +301,7 @@ def test_the_doctor_gives_a_rank_up_at_the_limit(
     ("words", "told"),
     [
         (["--ranks"], "no torchrun started this process"),
-        (["--limit", "3"], "give it with --ranks"),
-        (["--ranks", "--limit", "-1"], "--limit=-1.0; accepted: seconds"),
+        (["--limit", "3"], "--limit is for --deep and --ranks"),
     ],
 )
 def test_the_doctors_words_for_ranks_are_checked(

@@ -19,7 +19,7 @@ from kernelreg.cli.doctor import _LOOKS, _facts_and_trouble, _show_device, _show
 from kernelreg.errors import RanksError
 from kernelreg.machine import CPU, Facts
 from kernelreg.meeting import Table, launched_table
-from kernelreg.ranks import SECONDS, message_of, seconds_of
+from kernelreg.ranks import SECONDS, message_of
 from kernelreg.registry import Registry
 from kernelreg.session import Grounds, session
 
@@ -52,7 +52,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(words: argparse.Namespace, registry: Registry, required: list[tuple[str, str]]) -> int:
     """0 when all ranks agree on a usable backend for every operation and every requirement is met, else 1."""
-    limit = seconds_of("--limit", SECONDS if words.limit is None else words.limit)
+    limit = SECONDS if words.limit is None else words.limit
     table = launched_table(limit)
     end = time.monotonic() + limit
     try:

@@ -59,11 +59,14 @@ def seconds(text: str) -> float:
     """A limit as a person writes it, for argparse.
 
     Raises:
-        ValueError: it is none.
+        ArgumentTypeError: it is none.
     """
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e6:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text}; accepted: seconds, more than 0 and less than a million")
     return value
 
 
