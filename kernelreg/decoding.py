@@ -5,7 +5,9 @@ msgspec validates; this module says it in the words of the person who wrote the 
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import sys
 import types
 from pathlib import Path
@@ -25,6 +27,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 #: No descriptor or facts file comes near this size; a larger one is a mistake or an attack.
 MAX_BYTES = 4 << 20
 
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_KINDS = {
+    stat.S_ISDIR: "a directory",
+    stat.S_ISFIFO: "a named pipe",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISSOCK: "a socket",
+}
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*)`")
 _UNKNOWN_VALUE = re.compile(r"Invalid enum value '?(?P<value>.*?)'?$")
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
@@ -35,17 +45,27 @@ def read_bytes(path: Path, error: type[KernelregError]) -> bytes:
     """The file's bytes.
 
     Raises:
-        error: the file cannot be read, or is larger than ``MAX_BYTES``; names the file and the cause.
+        error: the file cannot be read, is no regular file (a pipe may never answer, a device never ends), or is
+            larger than ``MAX_BYTES``; names the file and the cause.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        _check_regular(path.stat().st_mode)
+        # Not blocking, for what takes the file's place between the look and the opening.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NONBLOCK)) as file:
+            _check_regular(os.fstat(file.fileno()).st_mode)
+            data = file.read(MAX_BYTES + 1) or b""
     except (OSError, ValueError) as cause:
         text = getattr(cause, "strerror", None) or str(cause)
         raise error(f"{path}: {text}") from cause
     if len(data) > MAX_BYTES:
         raise error(f"{path}: larger than {MAX_BYTES >> 20} MiB, which no such file is")
     return data
+
+
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "something else")
+        raise ValueError(f"{kind}, not a regular file")
 
 
 def decode_toml(data: bytes, kind: type[T], *, source: str, error: type[KernelregError]) -> T:

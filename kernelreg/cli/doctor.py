@@ -185,11 +185,10 @@ def _noticed(report: Report) -> list[str]:
 
 def _machine(facts: Facts) -> list[tuple[str, str]]:
     platform, torch, driver = facts.platform, facts.torch, facts.driver
-    builds = {"CUDA": torch.cuda, "ROCm": torch.hip} if torch else {}
-    build = next((f"{name} {version}" for name, version in builds.items() if version), "CPU only")
+    built = f"{torch.version or 'version unknown'} ({torch.build_name})" if torch else None
     rows = [
         ("platform", f"{platform.system} {platform.machine}, {platform.implementation} {platform.python}"),
-        ("torch", f"{torch.version} ({build})" if torch else "not installed; fix: pip install torch"),
+        ("torch", built or "not installed; fix: pip install torch"),
     ]
     if driver:
         rows.append(("driver", f"{driver.version or 'version unknown'} (CUDA {driver.cuda or 'unknown'})"))

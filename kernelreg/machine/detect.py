@@ -45,9 +45,6 @@ def detect(packages: Iterable[str], environ: Mapping[str, str] | None = None) ->
     tools, tool_problems = detect_tools(environ)
     versions, package_problems = detect_packages(packages)
     problems: list[Problem] = [*torch_problems, *device_problems, *tool_problems, *package_problems]
-    if torch is not None and torch.hip is not None and not devices:
-        text = "torch is a ROCm build; its devices are read once torch has initialised them"
-        problems.append(Problem(source="rocm", error=text))
     return Facts(
         platform=Platform(
             system=platform.system(),
