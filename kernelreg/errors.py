@@ -53,6 +53,11 @@ class NoBackendError(KernelregError, RuntimeError):
         return type(self), (str(self), self.resolution)
 
 
+def encodable(text: str) -> str:
+    """The text with a question mark for what UTF-8 has no word for: the stray bytes of a path or a variable."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def nearest(given: str, accepted: Iterable[str]) -> str | None:
     """The accepted name closest to what was given, or None when nothing is close."""
     folded = {name.lower().replace("-", "_"): name for name in accepted}

@@ -19,7 +19,9 @@ def main(file: Path) -> list[object]:
         file.write_text(each.get("machine", "") + "\n", encoding="utf-8")
         os.environ.clear()
         os.environ.update({**environ, "STUB_MACHINE": str(file), **each.get("environ", {})})
-        sys.path[:] = [*each.get("path", []), *path]
+        hidden = each.get("hide", "")
+        kept = [folder for folder in path if not (hidden and Path(folder, hidden).exists())]
+        sys.path[:] = [*each.get("path", []), *kept]
         sys.executable = each.get("interpreter", executable)
         importlib.invalidate_caches()
         limits = each.get("limits", {})

@@ -104,7 +104,8 @@ def detected(machines: Sequence[Mapping[str, Any]], libraries: Iterable[str], fo
 
     Args:
         machines: each with what ``tests/detect_many.py`` reads: ``machine`` (the stubs' file), ``environ``, ``path``
-            (folders before the import path), ``limits`` (seconds by driver), ``interpreter``.
+            (folders before the import path), ``hide`` (a package whose folders are not on it), ``limits`` (seconds
+            by driver), ``interpreter``.
         libraries: the stub libraries that are there.
         folder: where the stubs' file goes.
     """

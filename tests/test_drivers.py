@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kernelreg import Facts
-from kernelreg.machine import Device, Driver
+from kernelreg.machine import Device, Driver, TorchBuild
+from tests.machines import decided
 from tests.stub_drivers import DRIVER, H200, LIBRARIES, RTX5090, card, detected, environment, instance, rule, uuid
 
 
@@ -252,6 +254,7 @@ CASES = [
         ),
         libraries=("cuda",),
     ),
+    Case("a driver older than torch's CUDA", ONE, "aa11", driver="driver 470.199.02 11040"),
     # -- the interpreter -----------------------------------------------------------------------------------------
     Case(
         "an interpreter that cannot start another (embedded, frozen)",
@@ -348,6 +351,18 @@ def test_a_mig_instance_is_told_as_one_by_nvml_and_without_it(facts: dict[str, F
         assert (found.mig, found.multiprocessors, found.memory_bytes) == (True, 16, 17179869184)
         assert (found.uuid or "").startswith("MIG-cc")
         assert (found.compute_capability, found.pci_bus_id) == ("9.0", "00000000:01:00.0")
+
+
+def test_a_driver_that_is_too_old_for_torch_is_the_reason_at_every_kernel(facts: dict[str, Facts]) -> None:
+    found = facts["a driver older than torch's CUDA"]
+    assert found.driver == Driver(version="470.199.02", cuda="11.4")
+    here = msgspec.structs.replace(found, torch=TorchBuild(version="2.9.0", cuda="12.8"))
+    for row in decided(here).candidates:
+        told = [str(each) for each in row.reasons if str(each.code) == "driver-version"]
+        assert told == [
+            "driver-version: needs driver >=525.60.13 for torch's CUDA 12.8, here 470.199.02, "
+            "which runs CUDA up to 11.4"
+        ]
 
 
 VALUES = ["", "-1", "0", "2,0", "1,0,2", "0,-1,1", "0,9,1", "2,x,0", "1,1", "1,1gpu", "+1", "1gpu2,2ampere", " 1 , 0 "]

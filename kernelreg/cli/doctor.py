@@ -13,7 +13,7 @@ import msgspec
 from kernelreg._version import __version__
 from kernelreg.call import make_call
 from kernelreg.cli._shared import console, describe, devices_of, facts_of, write
-from kernelreg.errors import ConfigurationError, FactsError, unknown_name
+from kernelreg.errors import ConfigurationError, FactsError, encodable, unknown_name
 from kernelreg.machine import CPU, Facts, Problem
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
@@ -68,7 +68,7 @@ def run(words: argparse.Namespace) -> int:
     except FactsError as error:
         if words.facts is not None:
             raise
-        trouble.append(Problem(source="KERNELREG_FACTS", error=str(error)))
+        trouble.append(Problem(source="KERNELREG_FACTS", error=encodable(str(error))))
         facts = session.detected()
     report = examine(facts, registry, required, trouble)
     if words.json:
@@ -82,7 +82,7 @@ def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], t
     """Decide every operation on every visible device, and collect what is wrong."""
     policy, errors, warnings = session.environment_policy()
     findings = session.findings(facts)
-    trouble = [*trouble, *(Problem(source="configuration", error=str(each)) for each in errors)]
+    trouble = [*trouble, *(Problem(source="configuration", error=encodable(str(each))) for each in errors)]
     decisions = [
         decide(registry, facts, make_call(operation, device.torch_name, features=features), policy, None, findings)
         for device in devices_of(facts)
@@ -91,12 +91,11 @@ def examine(facts: Facts, registry: Registry, required: list[tuple[str, str]], t
     unmet = [each.error for each in trouble]
     for decision in decisions:
         unmet += _unmet(decision, policy, registry, required)
-    noticed = [Problem(source="environment", error=text) for text in warnings]
+    noticed = [Problem(source="environment", error=encodable(text)) for text in warnings]
     noticed += [Problem(source="quarantine", error=text) for text in _quarantined(findings)]
     if os.environ.get("KERNELREG_FACTS"):
-        noticed.append(
-            Problem(source="KERNELREG_FACTS", error=f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
-        )
+        text = encodable(f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
+        noticed.append(Problem(source="KERNELREG_FACTS", error=text))
     if not registry.backends:
         noticed.append(Problem(source="registry", error="no backend is installed; fix, in a clone: pip install -e ."))
     return Report(

@@ -40,12 +40,13 @@ class TorchBuild(_Record, frozen=True, kw_only=True):
 
     @property
     def build_name(self) -> str:
-        """What the build is for, in a word: ``CUDA 12.8``, ``ROCm 6.4.43482-0f2d60242``, ``XPU``, ``CPU only``."""
+        """What the build is for, in a word: ``CUDA 12.8``, ``ROCm 6.4.43482-0f2d60242``, ``CPU only`` …"""
         if self.cuda or self.hip:
             return f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}"
         if "" in (self.cuda, self.hip):
             return "build unknown"
-        return "XPU" if self.version.endswith("+xpu") else "CPU only"
+        # A label, which decides nothing: builds without one may have MPS, or an extension for another device.
+        return {"cpu": "CPU only", "xpu": "XPU"}.get(self.version.partition("+")[2], "neither CUDA nor ROCm")
 
 
 class Driver(_Record, frozen=True, kw_only=True):
