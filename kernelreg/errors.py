@@ -83,6 +83,11 @@ class RanksTimeoutError(RanksError, TimeoutError):
     """Not every rank of a process group answered by the time limit; ``ranks`` are those that did not."""
 
 
+def encodable(text: str) -> str:
+    """The text with a question mark for what UTF-8 has no word for: the stray bytes of a path or a variable."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def several(said: str, value: object, accepted: str) -> list[Any]:
     """What is in a list, set or the like that a person gave. A string is one thing, and not its letters.
 

@@ -29,10 +29,12 @@ import pytest
 import kernelreg
 from kernelreg import Facts, session
 from kernelreg.descriptor import make_descriptor
+from kernelreg.machine import Device, Driver, devices
+from kernelreg.machine.nvml import Reading
+from kernelreg.machine.visible import Card
 from kernelreg.registry import Backend, Registry
 from kernelreg.resolution import Resolution
 from tests.machines import codes, decided, descriptor, machine
-from tests.test_devices import FakeNvml, card
 
 THREADS = 64
 CALLS = int(os.environ.get("RESOLVE_CALLS", "12800"))
@@ -416,12 +418,17 @@ def test_tasks_do_not_see_each_others_policies() -> None:
 
 
 def test_a_device_that_vanished_is_gone_after_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shows(*cards: Device) -> None:
+        found = tuple(Card(each) for each in cards)
+        monkeypatch.setattr(devices, "read_nvml", lambda: Reading(Driver(version="580.159.04"), found, ()))
+
+    (first,) = machine("h200").devices
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(card("00:06"), card("00:4A")))
+    shows(first, msgspec.structs.replace(first, uuid="GPU-2", pci_bus_id="00000000:4A:00.0"))
     kernelreg.refresh()
     assert [each.torch_name for each in kernelreg.facts().devices] == ["cuda:0", "cuda:1"]
     second = decided(kernelreg.facts(), device="cuda:1")
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(card("00:06")))
+    shows(first)
     assert len(kernelreg.facts().devices) == 2  # read once, until someone asks for more
     kernelreg.refresh()
     assert [each.torch_name for each in kernelreg.facts().devices] == ["cuda:0"]
@@ -429,7 +436,7 @@ def test_a_device_that_vanished_is_gone_after_refresh(monkeypatch: pytest.Monkey
     for backend, kernel in (("fla", "triton"), ("torch", "chunk")):
         assert "no-device" not in codes(second, backend, kernel)
         assert "no-device" in codes(again, backend, kernel)
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    shows()
     kernelreg.refresh()
     assert kernelreg.resolve("gdn").device == "cpu"
 

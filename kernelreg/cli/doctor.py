@@ -13,7 +13,7 @@ import msgspec
 from kernelreg._version import __version__
 from kernelreg.call import make_call
 from kernelreg.cli._shared import console, describe, devices_of, facts_of, seconds, working, write
-from kernelreg.errors import ConfigurationError, FactsError, unknown_name
+from kernelreg.errors import ConfigurationError, FactsError, encodable, unknown_name
 from kernelreg.imports import IMPORT_SECONDS, Adapter, Imported, import_adapter
 from kernelreg.machine import CPU, Facts, Problem
 from kernelreg.ops import operation_named
@@ -109,7 +109,7 @@ def _facts_and_trouble(words: argparse.Namespace) -> tuple[Facts, list[Problem]]
     except FactsError as error:
         if words.facts is not None:
             raise
-        return session.detected(), [Problem(source="KERNELREG_FACTS", error=str(error))]
+        return session.detected(), [Problem(source="KERNELREG_FACTS", error=encodable(str(error)))]
 
 
 def examine(
@@ -126,7 +126,7 @@ def examine(
     """
     policy, errors, warnings = session.environment_policy()
     findings = session.findings(facts)
-    trouble = [*trouble, *(Problem(source="configuration", error=str(each)) for each in errors)]
+    trouble = [*trouble, *(Problem(source="configuration", error=encodable(str(each))) for each in errors)]
 
     def decided(ruled_out: Mapping[str, Reason]) -> list[Decision]:
         calls = [
@@ -143,16 +143,15 @@ def examine(
     unmet = [each.error for each in trouble]
     for decision in decisions:
         unmet += _unmet(decision, policy, registry, required)
-    noticed = [Problem(source="environment", error=text) for text in warnings]
+    noticed = [Problem(source="environment", error=encodable(text)) for text in warnings]
     noticed += [
         Problem(source=f"import of {each.backend}", error=text) for each in adapters or () for text in each.changed
     ]
     first = {each.scope: each for each in reversed(findings)}  # one cause for each scope is enough here
-    noticed += [Problem(source="quarantine", error=str(each)) for each in reversed(first.values())]
+    noticed += [Problem(source="quarantine", error=encodable(str(each))) for each in reversed(first.values())]
     if os.environ.get("KERNELREG_FACTS"):
-        noticed.append(
-            Problem(source="KERNELREG_FACTS", error=f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
-        )
+        text = encodable(f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
+        noticed.append(Problem(source="KERNELREG_FACTS", error=text))
     if not registry.backends:
         noticed.append(Problem(source="registry", error="no backend is installed; fix, in a clone: pip install -e ."))
     return Report(
@@ -245,11 +244,10 @@ def _noticed(report: Report) -> list[str]:
 
 def _machine(facts: Facts) -> list[tuple[str, str]]:
     platform, torch, driver = facts.platform, facts.torch, facts.driver
-    builds = {"CUDA": torch.cuda, "ROCm": torch.hip} if torch else {}
-    build = next((f"{name} {version}" for name, version in builds.items() if version), "CPU only")
+    built = f"{torch.version or 'version unknown'} ({torch.build_name})" if torch else None
     rows = [
         ("platform", f"{platform.system} {platform.machine}, {platform.implementation} {platform.python}"),
-        ("torch", f"{torch.version} ({build})" if torch else "not installed; fix: pip install torch"),
+        ("torch", built or "not installed; fix: pip install torch"),
     ]
     if driver:
         rows.append(("driver", f"{driver.version or 'version unknown'} (CUDA {driver.cuda or 'unknown'})"))
