@@ -16,7 +16,7 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -234,11 +234,12 @@ USES: tuple[dict[str, Any], ...] = ({}, {"backend": "alpha"}, {"strict": True})
 
 
 def put(name: str, value: str | None) -> None:
-    """Set or unset a variable."""
-    if value is None:
-        os.environ.pop(name, None)
-    else:
+    """Set or unset a variable. ``os.environ.pop`` would raise where another thread is faster."""
+    if value is not None:
         os.environ[name] = value
+        return
+    with suppress(KeyError):
+        del os.environ[name]
 
 
 def outcome(uses: dict[str, Any]) -> bytes:
