@@ -64,7 +64,7 @@ def run(words: argparse.Namespace, registry: Registry, required: list[tuple[str,
         report = examine(table.messages(message, end), table.rank, registry, required)
     except RanksError as error:
         heard = [rank for rank in table.ranks if rank not in error.ranks]
-        if table.rank == heard[0] or not error.ranks:
+        if not error.ranks or table.rank == min(heard, default=table.rank):  # one rank says it for all
             print(f"kernelreg: {error}", file=sys.stderr)
         return 1
     if table.rank == 0:
