@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import socket
@@ -111,7 +112,8 @@ def test_facts_resolve_and_doctor_work_in_any_surrounding(place: Place) -> None:
     if "KERNELREG_FACTS" in place.environ:
         assert (facts.returncode, resolved.returncode, doctor.returncode) == (2, 2, 1)
         return
-    assert (facts.returncode, resolved.returncode) == (0, 0), facts.stderr + resolved.stderr
+    nothing_runs = importlib.util.find_spec("torch") is None
+    assert (facts.returncode, resolved.returncode) == (0, int(nothing_runs)), facts.stderr + resolved.stderr
     assert report["facts"] == json.loads(facts.stdout)
     assert report["fingerprint"] == json.loads(resolved.stdout)["facts"]
     assert {each["operation"] for each in report["decisions"]} == {"gdn.chunk", "gdn.recurrent"}

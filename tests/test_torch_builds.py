@@ -273,6 +273,22 @@ def test_a_torch_that_does_not_import_is_an_import_error_with_its_cause(tmp_path
     assert not [row for row, reasons in rows.items() if MISSING in dict(reasons)]
 
 
+def test_verify_says_it_once_and_holds_it_against_no_kernel(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    install(site, "torch", version="2.9.0", files={"torch/__init__.py": "raise ImportError('of another ABI')\n"})
+    (site / "torch" / "version.py").write_text(version_file("2.9.0+cpu"))
+    path = os.pathsep.join([str(site), *filter(None, sys.path)])
+    environ = {**os.environ, "PYTHONPATH": path, "XDG_STATE_HOME": str(tmp_path)}
+    asked = ["verify", "gdn.recurrent", "--backend", "torch", "--json", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kernelreg", *asked], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    (outcome,) = json.loads(done.stdout)["outcomes"]
+    assert (outcome["status"], outcome["kernel"]) == ("wrong", None)
+    assert outcome["reason"].endswith("ImportError: of another ABI")
+
+
 def broken_extension(file: Path) -> None:
     """A module that was built against another torch: a symbol of it is nowhere."""
     compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
