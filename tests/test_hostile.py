@@ -32,6 +32,8 @@ from tests.hostile import DISCOVERY, IMPORTS, LOOPS, PATCHES, Hostile, descripto
 
 ROOT = Path(__file__).parent.parent
 BUILT_IN = ("fla", "flash_qla", "flashinfer", "torch")
+#: A machine on which the plugins could run, also where there is no torch.
+CPU = {"KERNELREG_FACTS": str(machines.FACTS / "cpu-only.json")}
 HARMLESS = {case: hostile for case, hostile in IMPORTS.items() if not hostile.deadly}
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -54,7 +56,7 @@ def doctor(site: Path, *words: str, **variables: str) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, "-m", "kernelreg", "doctor", *words],
         cwd=site,
-        env={**os.environ, "PYTHONPATH": path, **variables},
+        env={**os.environ, "PYTHONPATH": path, **CPU, **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -186,7 +188,7 @@ def test_nothing_is_left_when_the_doctor_is_stopped(site: Path, stop: signal.Sig
     code = f"import os\nfile = os.open({str(pipe)!r}, os.O_WRONLY)\nos.write(file, b'here')\nwhile True: pass"
     install_hostile(site, "hang", Hostile(code, None, ""))
     path = os.pathsep.join([str(site), str(ROOT)])
-    variables = {**os.environ, "PYTHONPATH": path, "KERNELREG_DISABLE": ",".join(BUILT_IN)}
+    variables = {**os.environ, **CPU, "PYTHONPATH": path, "KERNELREG_DISABLE": ",".join(BUILT_IN)}
     command = [sys.executable, "-m", "kernelreg", "doctor", "--deep"]
     with subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         with pipe.open("rb") as file:  # waits until the adapter is there
