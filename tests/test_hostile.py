@@ -116,6 +116,15 @@ def test_ours_are_imported_too_and_change_nothing_that_decides(deep: dict[str, A
     assert deep["ok"] is True
 
 
+@needs_torch
+def test_what_torch_replaces_itself_is_no_patch(site: Path) -> None:
+    code = "import torch\nbefore = torch.manual_seed\nimport torch._dynamo\nprint(torch.manual_seed is before)"
+    name = install_hostile(site, "compiler", Hostile(code, None, ""))
+    found = import_adapter(name, Adapter(module=f"{name}.adapter", functions=("run",)))
+    assert found.reason is None
+    assert not [each for each in found.changed if "replaced" in each]
+
+
 @pytest.mark.parametrize("case", HARMLESS)
 def test_an_automatic_choice_moves_on_and_the_process_lives(
     case: str, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -167,6 +176,18 @@ def test_with_nothing_else_to_run_the_deep_doctor_is_not_ok(site: Path) -> None:
     assert "gdn.chunk on cpu: no usable backend" in done.stdout
     shallow = doctor(site, "--json", KERNELREG_DISABLE=",".join(BUILT_IN))
     assert not any("gdn.chunk" in each for each in json.loads(shallow.stdout)["unmet"])
+
+
+def test_strict_lets_nothing_stand_in_for_an_adapter_that_takes_the_process_along(site: Path) -> None:
+    name = install_hostile(site, "abort in C", IMPORTS["abort in C"])
+    install_hostile(site, "sound", Hostile("", None, ""))
+    variables = {"KERNELREG_DISABLE": ",".join(BUILT_IN), "KERNELREG_STRICT": "1"}
+    report = json.loads(doctor(site, "--deep", "--json", **variables).stdout)
+    decision = report["decisions"][0]
+    assert decision["backend"] is None
+    other = reasons(report, package("sound"))
+    assert [each["code"] for each in other] == ["not-selected"]
+    assert f"{name} only ranks higher and cannot be imported; strict allows no fallback" in other[0]["actual"]
 
 
 @needs_torch
