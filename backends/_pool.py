@@ -100,7 +100,9 @@ def _token_by_token(
         starts = torch.arange(B, device=q.device) * T
         ends, steps = starts + T, T
     else:
-        starts, ends, steps = cu_seqlens[:-1].long(), cu_seqlens[1:].long(), min(slots.shape[1], T)
+        # Edges on a device alone are not looked up: what they say beyond T or S is no token.
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long().clamp_max(tokens)
+        steps = min(slots.shape[1], T)
     first = torch.zeros_like(starts) if num_accepted_tokens is None else num_accepted_tokens.long() - 1
     start = slots.gather(1, first.clamp(0, slots.shape[1] - 1)[:, None])[:, 0]
     real = _real(pool, start)
@@ -108,8 +110,8 @@ def _token_by_token(
     o = v.new_zeros(tokens + 1, *v.shape[1:])  # one more for what is no token
     for place in range(steps):
         token = starts + place
-        now = real & (token < ends)
-        rows = token.clamp_max(max(tokens - 1, 0))
+        now = real & (token >= 0) & (token < ends)
+        rows = torch.where(now, token, 0)
         now_q, now_k, now_v, now_g, now_beta = (x.index_select(0, rows)[:, None] for x in (q, k, v, g, beta))
         out, after = run(now_q, now_k, now_v, now_g, now_beta, None, states)
         states = torch.where(now[:, None, None, None], after, states)

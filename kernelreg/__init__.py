@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 from kernelreg._version import __version__
 
 if TYPE_CHECKING:
-    from kernelreg.api import facts, make_policy, on_resolve, refresh, register, resolve, resolve_together, use
+    from kernelreg.agreement import Agreement
+    from kernelreg.api import (
+        facts,
+        make_policy,
+        on_resolve,
+        quarantine,
+        refresh,
+        register,
+        resolve,
+        resolve_together,
+        use,
+    )
     from kernelreg.call import Call
     from kernelreg.descriptor import Descriptor
     from kernelreg.errors import (
@@ -20,21 +31,28 @@ if TYPE_CHECKING:
         ConfigurationError,
         DescriptorError,
         FactsError,
+        KernelFailedError,
         KernelregError,
         NoBackendError,
+        RanksError,
+        RanksTimeoutError,
     )
+    from kernelreg.findings import Finding, Quarantine
     from kernelreg.machine import Facts
     from kernelreg.policy import Policy
+    from kernelreg.ranks import agree
     from kernelreg.reasons import Reason, ReasonCode
     from kernelreg.resolution import Resolution
     from kernelreg.resolver import Candidate
     from kernelreg.together import JointResolution
 
 _HOME = {
+    "kernelreg.agreement": ("Agreement",),
     "kernelreg.api": (
         "facts",
         "make_policy",
         "on_resolve",
+        "quarantine",
         "refresh",
         "register",
         "resolve",
@@ -49,11 +67,16 @@ _HOME = {
         "ConfigurationError",
         "DescriptorError",
         "FactsError",
+        "KernelFailedError",
         "KernelregError",
         "NoBackendError",
+        "RanksError",
+        "RanksTimeoutError",
     ),
+    "kernelreg.findings": ("Finding", "Quarantine"),
     "kernelreg.machine": ("Facts",),
     "kernelreg.policy": ("Policy",),
+    "kernelreg.ranks": ("agree",),
     "kernelreg.reasons": ("Reason", "ReasonCode"),
     "kernelreg.resolution": ("Resolution",),
     "kernelreg.resolver": ("Candidate",),
@@ -63,6 +86,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AdapterError",
+    "Agreement",
     "Call",
     "CallError",
     "Candidate",
@@ -71,17 +95,24 @@ __all__ = [
     "DescriptorError",
     "Facts",
     "FactsError",
+    "Finding",
     "JointResolution",
+    "KernelFailedError",
     "KernelregError",
     "NoBackendError",
     "Policy",
+    "Quarantine",
+    "RanksError",
+    "RanksTimeoutError",
     "Reason",
     "ReasonCode",
     "Resolution",
     "__version__",
+    "agree",
     "facts",
     "make_policy",
     "on_resolve",
+    "quarantine",
     "refresh",
     "register",
     "resolve",

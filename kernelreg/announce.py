@@ -13,7 +13,7 @@ from kernelreg.resolver import Candidate, Decision, rank
 logger = logging.getLogger("kernelreg")
 #: Beyond this many distinct messages a process has a stranger problem than a repeated line.
 _MEMORY = 10_000
-_said: set[str] = set()
+_said: dict[str, object] = {}
 
 #: Reasons that a repair of what is installed takes away. With any other the kernel would not run all the same.
 _REPAIRABLE = frozenset(
@@ -48,9 +48,10 @@ def set_level(level: str | None) -> None:
 
 def say_once(level: int, message: str) -> None:
     """Log a message unless this process has logged it already."""
-    if message in _said or len(_said) >= _MEMORY:
+    mine = object()
+    # One step for two threads that say the same at once: the first one's mark stays.
+    if len(_said) >= _MEMORY or _said.setdefault(message, mine) is not mine:
         return
-    _said.add(message)
     logger.log(level, "%s", message)
 
 

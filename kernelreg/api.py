@@ -8,15 +8,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kernelreg import policy as policies
-from kernelreg.call import STATES, make_call
+from kernelreg.call import STATES, Call, make_call, read_features
 from kernelreg.descriptor import Descriptor, load_descriptor, make_descriptor
-from kernelreg.errors import ConfigurationError, unknown_name
+from kernelreg.errors import ConfigurationError, several, unknown_name
+from kernelreg.findings import Quarantine
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
 from kernelreg.registry import Backend
 from kernelreg.resolution import Resolution
-from kernelreg.session import Observer, overriding, session
+from kernelreg.session import Grounds, Observer, overriding, session
 from kernelreg.together import JointResolution
 
 
@@ -69,19 +70,35 @@ def resolve(
         "sequences": sequences,
         "features": features,
     }
-    if facts is not None and not isinstance(facts, Facts):
-        facts = Facts.load(facts)
+    return session.resolve(*asked(operation, like=like, device=device, facts=facts, policy=policy, **options))
+
+
+def asked(
+    operation: str,
+    *,
+    like: Mapping[str, Any] | None = None,
+    device: object = None,
+    facts: Facts | str | os.PathLike[str] | None = None,
+    policy: Policy | None = None,
+    **options: Any,
+) -> tuple[Grounds, Call]:
+    """What :func:`resolve`'s words ask for, and what it is decided on; raises as it does."""
+    given = None if facts is None else _read_facts(facts)
     if like is None:
-        known = session.facts() if facts is None else facts
-        name = session.default_device(known) if device is None else session.named_device(str(device), known)
-        return session.resolve(make_call(operation, name, **options), facts=known, policy=policy)
+        grounds = session.grounds(given, policy)
+        return grounds, make_call(operation, _place(device, grounds.facts), **options)
     said = sorted(name for name, value in options.items() if value is not None)
     if said or device is not None:
         raise ConfigurationError(f"like= says all of the call; give either it or {', '.join(said or ['device'])}")
     from kernelreg.gdn import call_like
 
     call = call_like(operation, like)
-    return session.resolve(call, facts=session.facts_seeing(call.device) if facts is None else facts, policy=policy)
+    return session.grounds(given, policy, device=call.device), call
+
+
+def _place(device: object, facts: Facts) -> str:
+    """The device that a person named, or the current one."""
+    return session.default_device(facts) if device is None else session.named_device(str(device), facts)
 
 
 def resolve_together(
@@ -110,27 +127,39 @@ def resolve_together(
         NoBackendError: an operation has no kernel on any form of the state; the message has all reasons.
         ConfigurationError: an override or an argument names something unknown.
     """
-    if facts is not None and not isinstance(facts, Facts):
-        facts = Facts.load(facts)
+    given = None if facts is None else _read_facts(facts)
     if features is not None and not isinstance(features, Mapping):
         raise ConfigurationError(
             f"features={features!r}; accepted: of each operation, {{'gdn.recurrent': {{'state-pool'}}}}"
         )
-    known = session.facts() if facts is None else facts
-    place = session.default_device(known) if device is None else session.named_device(str(device), known)
-    said = {operation_named(name).name: frozenset(each) for name, each in (features or {}).items()}
-    names = list(dict.fromkeys(operation_named(name).name for name in operations))
+    grounds = session.grounds(given, policy)
+    place = _place(device, grounds.facts)
+    wanted = several(f"{operations=}", operations, "two operations or more, ['gdn.chunk', 'gdn.recurrent']")
+    names = list(dict.fromkeys(operation_named(name).name for name in wanted))
     if len(names) < 2:
-        raise ConfigurationError(f"resolve_together({list(operations)}); accepted: two operations or more")
-    for name in said:
-        if name not in names:
-            raise ConfigurationError(unknown_name("operation in features", name, names))
+        raise ConfigurationError(f"operations={wanted!r}; accepted: two operations or more")
+    said: dict[str, frozenset[str]] = {}
+    for word, each in (features or {}).items():
+        operation = operation_named(word)
+        if operation.name not in names:
+            raise ConfigurationError(unknown_name("operation in features", word, names))
+        if operation.name in said:
+            raise ConfigurationError(f"features={features!r}: {operation.name} is given twice; accepted: once")
+        said[operation.name] = read_features(f"features[{word!r}]={each!r}", each, operation)
     calls = []
     for name in names:
         uses = said.get(name, frozenset())
         uses = uses if uses & STATES else uses | {"initial-state", "final-state"}
         calls.append(make_call(name, place, features=uses, **options))
-    return session.resolve_together(calls, facts=known, policy=policy)
+    return session.resolve_together(grounds, calls)
+
+
+def _read_facts(facts: object) -> Facts:
+    if isinstance(facts, Facts):
+        return facts
+    if not isinstance(facts, (str, os.PathLike)):
+        raise ConfigurationError(f"facts={facts!r}; accepted: kernelreg.Facts, or the path of a facts file")
+    return Facts.load(facts)
 
 
 def facts() -> Facts:
@@ -145,6 +174,14 @@ def facts() -> Facts:
 def refresh() -> None:
     """Forget facts, plugins, which adapters failed to import, and the environment; all is read anew."""
     session.refresh()
+
+
+def quarantine() -> Quarantine:
+    """The kernels that are kept from calls now: what failed in this process, and what ``kernelreg verify`` found wrong.
+
+    A sequence of :class:`kernelreg.Finding`, with ``clear()``, ``save(path)`` and ``to_dict()``.
+    """
+    return Quarantine(session.findings(session.facts()), session.trust)
 
 
 def use(
@@ -211,10 +248,8 @@ def register(backend: str | os.PathLike[str] | Mapping[str, Any] | Descriptor) -
 
 
 def on_resolve(callback: Observer) -> Callable[[], None]:
-    """Call ``callback(resolution)`` after each decision; gives the function that stops it."""
-    session.observers = (*session.observers, callback)
+    """Call ``callback(resolution)`` after each decision; gives the function that stops it.
 
-    def undo() -> None:
-        session.observers = tuple(each for each in session.observers if each is not callback)
-
-    return undo
+    A callback that raises is said once in the log, and the call goes on.
+    """
+    return session.observe(callback)

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kernelreg.errors import ConfigurationError, unknown_name
-from kernelreg.ops import operation_named
+from kernelreg.errors import ConfigurationError, several, unknown_name
+from kernelreg.ops import Operation, operation_named
 
 #: The dtypes that a call may name, as torch names them.
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -86,7 +86,7 @@ def make_call(operation: str, device: str, **options: Any) -> Call:
         if value is None:
             continue
         if name == "features":
-            said[name] = _features(value, known.features)
+            said[name] = read_features(f"{name}={value!r}", value, known)
         elif name in _SIZES:
             said[name] = _size(name, value)
         else:
@@ -94,12 +94,20 @@ def make_call(operation: str, device: str, **options: Any) -> Call:
     return known.normalise(Call(operation=known.name, device=device, **said))
 
 
-def _features(value: Iterable[str], accepted: Iterable[str]) -> frozenset[str]:
-    features = frozenset([value] if isinstance(value, str) else value)
+def read_features(said: str, value: object, operation: Operation) -> frozenset[str]:
+    """The features that a person wrote, every one checked.
+
+    Args:
+        said: what was written, as it was written.
+
+    Raises:
+        ConfigurationError: an unknown feature, or no set of them.
+    """
+    features = several(said, value, "a set of features, {'varlen', …}")
     for feature in sorted(features, key=str):
-        if feature not in accepted:
-            raise ConfigurationError(unknown_name("feature", str(feature), accepted))
-    return features
+        if not isinstance(feature, str) or feature not in operation.features:
+            raise ConfigurationError(unknown_name("feature", feature, operation.features))
+    return frozenset(features)
 
 
 def _size(name: str, value: object) -> int:

@@ -29,8 +29,9 @@ def alike(module: str) -> list[str]:
         OSError: this process knows no interpreter.
     """
     flags = [flag for name, flag in _FLAGS.items() if getattr(sys.flags, name)]
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # imports skip all else, too
-    return [_python(), *flags, os.fspath(_START), module, *path]
+    path: list[object] = [*sys.path]
+    texts = [entry for entry in path if isinstance(entry, str)]  # imports skip all else, too
+    return [_python(), *flags, os.fspath(_START), module, *texts]
 
 
 def _python() -> str:

@@ -53,17 +53,19 @@ class Dispatcher:
 
     def forget(self) -> None:
         """Decide everything anew: policy, facts or backends have changed."""
-        self.known = {}
         self._buckets = None
+        self.known = {}
 
     def buckets(self) -> tuple[Buckets, Buckets]:
-        """The buckets of tokens and of sequences."""
-        if self._buckets is None:
-            self._buckets = _buckets(session.registry(), self.operation)
-        return self._buckets
+        """The buckets of tokens and of sequences. They lead a key: those of other backends tell other sizes."""
+        found = self._buckets
+        if found is None:
+            with session.steady():
+                found = self._buckets = _buckets(session.registry(), self.operation)
+        return found
 
-    def decide(self, key: Hashable, call: Call) -> Callable[..., Any]:
-        """The callable for a call that was not met before, kept under its key.
+    def decide(self, key: tuple[Hashable, ...], call: Call) -> Callable[..., Any]:
+        """The callable for a call that was not met before, kept under its key, which the buckets lead.
 
         Raises:
             NoBackendError: nothing fits.
@@ -72,7 +74,9 @@ class Dispatcher:
         if len(self.known) >= CAPACITY:
             self.known = {}
         known = self.known  # what changes meanwhile puts another in its place, and this answer is forgotten with it
-        function = known[key] = session.resolve(call, facts=session.facts_seeing(call.device)).function
+        function = session.resolve(session.grounds(device=call.device), call).function
+        if key[0] is self._buckets:
+            known[key] = function
         return function
 
 

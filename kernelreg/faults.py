@@ -19,10 +19,10 @@ def fault_of(error: BaseException) -> str:
         KeyboardInterrupt: it is one, or was raised while one was handled: a library that catches everything has
             caught the user's Ctrl-C, too.
     """
-    links = _links(error)
+    links = links_of(error)
     if any(isinstance(link, KeyboardInterrupt) for link in links):
         raise KeyboardInterrupt from error
-    return " ← ".join(_told(link) for link in links[:_LINKS])
+    return " ← ".join(told(link) for link in links[:_LINKS])
 
 
 def printable(text: str) -> str:
@@ -41,7 +41,8 @@ def last_line(text: str) -> str:
     return one_line("\n".join(reversed(text.splitlines())))
 
 
-def _links(error: BaseException) -> list[BaseException]:
+def links_of(error: BaseException) -> list[BaseException]:
+    """The error and what caused it, outermost first."""
     links: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and not any(link is each for each in links):
@@ -50,7 +51,8 @@ def _links(error: BaseException) -> list[BaseException]:
     return links
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
+    """One error by itself, in one line."""
     try:
         text = one_line(str(error))
     except KeyboardInterrupt:

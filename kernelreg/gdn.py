@@ -16,8 +16,9 @@ from torch import Tensor
 from kernelreg.call import Call
 from kernelreg.dispatch import Dispatcher
 from kernelreg.errors import CallError, ConfigurationError, unknown_name
+from kernelreg.fallback import Kept, keep_away
 from kernelreg.ops import operation_named
-from kernelreg.ops.gdn_arguments import check_arguments
+from kernelreg.ops.gdn_arguments import check_arguments, real_scale
 from kernelreg.session import current_override
 
 if TYPE_CHECKING:
@@ -90,11 +91,11 @@ def chunk_gated_delta_rule(
     For each head: S ← exp(g_t)·S; S ← S + k_t (beta_t (v_t − Sᵀk_t))ᵀ; o_t = scale · Sᵀ q_t.
 
     Args:
-        q, k: ``[B, T, H, K]``.
+        q, k: ``[B, T, H, K]``, like all but edges and slots in bfloat16, float16, float32 or float64.
         v: ``[B, T, HV, V]``, HV a multiple of H; q, k and v of one dtype.
         g: ``[B, T, HV]``, natural-log decay.
         beta: ``[B, T, HV]``, after the sigmoid.
-        scale: K^-0.5 when None; 0.0 is 0.0.
+        scale: a finite number, K^-0.5 when None; 0.0 is 0.0.
         initial_state: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with ``state_v_first``; zeros when None.
         output_final_state: also give the state after each sequence's last token.
         use_qk_l2norm_in_kernel: scale each q and k vector to unit length first (epsilon 1e-6 inside the root).
@@ -111,7 +112,7 @@ def chunk_gated_delta_rule(
         NoBackendError: no kernel fits; the message says why for each.
     """
     words: dict[str, Any] = {
-        "scale": scale,
+        "scale": real_scale(scale),
         "output_final_state": output_final_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
     }
@@ -142,12 +143,13 @@ def fused_recurrent_gated_delta_rule(
 
     Args:
         initial_state: with ``state_indices`` the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``)
-            of any floating dtype. It may be a view with strides of its own.
+            of any of the dtypes. It may be a view with strides of its own, but no two entries in one place.
         state_indices: ``[N]`` int32 or int64: the slot that each sequence starts from and leaves its state in. −1 is
             padding: no slot changes, the output is zero. Or ``[N, S]``, S at least the tokens of a sequence: the
             state after token t goes to slot ``[n, t]`` (−1 keeps none), so that a verification of draft tokens can
             be cut short afterwards. No two entries but −1 may name one slot. On a GPU, whose values are not waited
-            for, any other number that is no slot is padding too.
+            for, any other number that is no slot is padding too; and where ``cu_seqlens`` is there alone, without
+            ``cu_seqlens_cpu``, a sequence with ``[N, S]`` ends after S tokens, and at T: those behind give zeros.
         num_accepted_tokens: ``[N]``, with ``[N, S]``: how many of the tokens of the call before were accepted, so
             that a sequence starts from slot ``[n, num_accepted_tokens[n] − 1]``; 1 for each when None.
 
@@ -156,7 +158,7 @@ def fused_recurrent_gated_delta_rule(
     """
     g, beta = _gates(v, g, beta)
     words: dict[str, Any] = {
-        "scale": scale,
+        "scale": real_scale(scale),
         "output_final_state": output_final_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
     }
@@ -196,26 +198,28 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     if options:
         state_v_first = _settle(options, state_v_first)
-    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, num_accepted_tokens)
+    check_arguments(
+        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, num_accepted_tokens, options
+    )
     flags = (words["output_final_state"], words["use_qk_l2norm_in_kernel"], state_v_first)
     shown = _shown(dispatch.operation, q, k, v, g, beta, initial_state, cu_seqlens, state_indices, flags, options)
     gate = _gate_dtype(g, options)
     key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)
+    words |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, **options}
     function = dispatch.known.get(key)
+    kept = None
     if function is None:
-        function = dispatch.decide(key, _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown))
-    return function(  # type: ignore[no-any-return]
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        state_v_first=state_v_first,
-        **words,
-        **options,
-    )
+        call = _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown)
+        function = dispatch.decide(key, call)
+        if initial_state is not None and state_indices is not None and "capture" not in call.features:
+            kept = Kept(initial_state, state_indices)
+    try:
+        return function(q, k, v, g, beta, **words)  # type: ignore[no-any-return]
+    except (Exception, SystemExit) as error:  # a library's: an automatic choice goes on to the next kernel
+        call = _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown)
+        keep_away(call, error, kept, in_place=state_indices is not None)
+    key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)  # what has changed tells other sizes
+    return dispatch.decide(key, call)(q, k, v, g, beta, **words)  # type: ignore[no-any-return]
 
 
 def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
@@ -225,25 +229,26 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
         ConfigurationError: an argument that the function does not have, or one that is missing.
         CallError: arguments that break the contract.
     """
-    function = {"gdn.chunk": chunk_gated_delta_rule, "gdn.recurrent": fused_recurrent_gated_delta_rule}[
-        operation_named(operation).name
-    ]
+    name = operation_named(operation).name
+    function = {"gdn.chunk": chunk_gated_delta_rule, "gdn.recurrent": fused_recurrent_gated_delta_rule}[name]
     try:
         bound = inspect.signature(function).bind(**arguments)
+        bound.apply_defaults()
+        given = bound.arguments
+        options: Options = given["options"]
+        state_v_first = _settle(options, given["state_v_first"])
     except TypeError as error:
         raise ConfigurationError(
             f"like= {error}; accepted: the arguments of kernelreg.gdn.{function.__name__}"
         ) from None
-    bound.apply_defaults()
-    given = bound.arguments
-    options: Options = given["options"]
-    state_v_first = _settle(options, given["state_v_first"])
     q, k, v, initial_state, cu_seqlens = (given[name] for name in ("q", "k", "v", "initial_state", "cu_seqlens"))
     state_indices, accepted = given.get("state_indices"), given.get("num_accepted_tokens")
-    g, beta = _gates(v, given["g"], given["beta"])
-    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, accepted)
+    g, beta = given["g"], given["beta"]
+    if name == _RECURRENT.operation:
+        g, beta = _gates(v, g, beta)
+    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, accepted, options)
+    real_scale(given["scale"])
     flags = (given["output_final_state"], given["use_qk_l2norm_in_kernel"], state_v_first)
-    name = operation_named(operation).name
     shown = _shown(name, q, k, v, g, beta, initial_state, cu_seqlens, state_indices, flags, options)
     return _call(name, q, v, _gate_dtype(g, options), initial_state, cu_seqlens, shown)
 
@@ -257,6 +262,8 @@ def _gate_dtype(g: Tensor, options: Options) -> torch.dtype:
 
 def _gates(v: Tensor, g: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
     """g and beta, where None stands for no decay and for ones."""
+    if not isinstance(v, Tensor):
+        raise CallError(f"v is a {type(v).__name__}; accepted: a tensor")
     if g is None:
         g = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
     if beta is None:
@@ -339,12 +346,14 @@ def _key(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     shown: tuple[bool, ...],
-) -> Hashable:
+) -> tuple[Hashable, ...]:
     """All that a descriptor or a policy can tell two calls apart by."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    tokens, sequences = dispatch.buckets()
+    buckets = dispatch.buckets()
+    tokens, sequences = buckets
     return (
+        buckets,
         q.device,
         q.dtype,
         gate,

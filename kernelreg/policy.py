@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kernelreg.errors import ConfigurationError, KernelregError, unknown_name
+from kernelreg.errors import ConfigurationError, KernelregError, several, unknown_name
 from kernelreg.ops import operation_named, operations
 
 PREFIX = "KERNELREG_"
@@ -195,7 +195,9 @@ def _forced(value: str | Mapping[str, str], known: tuple[str, ...], place: str) 
 
 
 def _names(value: Sequence[str] | str, known: tuple[str, ...], place: str) -> tuple[str, ...]:
-    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    parts = several(place, value, "backends' names")
     return tuple(dict.fromkeys(_name(part, known, place) for part in parts if part != ""))
 
 

@@ -10,6 +10,7 @@ import msgspec
 from kernelreg.call import Call
 from kernelreg.decoding import decode_json
 from kernelreg.errors import KernelregError
+from kernelreg.machine.model import Facts
 from kernelreg.resolver import Candidate, Decision
 
 #: Turns a decision into its callable, and gives the decision that holds afterwards.
@@ -20,17 +21,20 @@ class Resolution:
     """The chosen kernel and a verdict, with all reasons, for every other.
 
     Equal to another when both decided the same on the same grounds.
-
-    Attributes:
-        decision: the decision as immutable data.
     """
 
-    __slots__ = ("_function", "_load", "decision")
+    __slots__ = ("_facts", "_load", "_settled")
 
-    def __init__(self, decision: Decision, load: Load | None = None) -> None:
-        self.decision = decision
+    def __init__(self, decision: Decision, load: Load | None = None, facts: Facts | None = None) -> None:
+        #: The decision and its callable, put in place as one: no thread sees the one of another's load.
+        self._settled: tuple[Decision, Callable[..., Any] | None] = (decision, None)
         self._load = load
-        self._function: Callable[..., Any] | None = None
+        self._facts = facts
+
+    @property
+    def decision(self) -> Decision:
+        """The decision as immutable data."""
+        return self._settled[0]
 
     @property
     def operation(self) -> str:
@@ -72,11 +76,15 @@ class Resolution:
         Raises:
             NoBackendError: nothing fits, or the import failed and the policy allows no other.
         """
-        if self._function is None:
+        decision, function = self._settled
+        if function is None:
             if self._load is None:
                 raise KernelregError("this resolution was read from data; call kernelreg.resolve to get a function")
-            self.decision, self._function = self._load(self.decision)
-        return self._function
+            settled = self._load(decision)
+            if self._settled[1] is None:
+                self._settled = settled
+            function = self._settled[1] or settled[1]
+        return function
 
     def explain(self) -> str:
         """The decision as text for a person."""

@@ -12,10 +12,10 @@ import msgspec
 
 from kernelreg.call import Call
 from kernelreg.descriptor import Kernel
+from kernelreg.findings import Finding, quarantine_reasons
 from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
-from kernelreg.quarantine import Finding, quarantine_reasons
 from kernelreg.reasons import CALL_CODES, Reason, ReasonCode, told_in_order
 from kernelreg.registry import Backend, Registry
 from kernelreg.requirements import call_reasons, holds, known_bad_reasons, machine_reasons
@@ -119,6 +119,18 @@ def decide(
         ruled_out: backends that this process found unusable (their adapter did not import), with the reason.
         findings: kernels that were found wrong on this machine, and for which calls.
     """
+    return choose(judge(registry, facts, call, policy, ruled_out, findings), facts.fingerprint, call, policy)
+
+
+def judge(
+    registry: Registry,
+    facts: Facts,
+    call: Call,
+    policy: Policy,
+    ruled_out: Mapping[str, Reason] | None = None,
+    findings: Sequence[Finding] = (),
+) -> list[Judged]:
+    """Where every kernel of the call's operation stands, and all reasons against it."""
     judged = [
         (
             rank(backend, kernel, facts, call, policy),
@@ -126,9 +138,18 @@ def decide(
         )
         for backend, kernel in registry.kernels(call.operation)
     ]
-    if policy.strict:
-        judged = _without_fallback(judged, policy)
-    judged.sort(key=lambda pair: (bool(pair[1]), pair[0]))
+    return _without_fallback(judged, policy) if policy.strict else judged
+
+
+def choose(judged: Iterable[Judged], fingerprint: str, call: Call, policy: Policy) -> Decision:
+    """The best of the kernels that nothing was held against.
+
+    Args:
+        judged: each kernel, in any order.
+        fingerprint: of the facts that they were judged by.
+        call, policy: what they were judged for.
+    """
+    judged = sorted(judged, key=lambda pair: (bool(pair[1]), pair[0]))
     best = judged[0][0] if judged and not judged[0][1] else None
     return Decision(
         operation=call.operation,
@@ -137,7 +158,7 @@ def decide(
         kernel=best.kernel if best else None,
         call=call,
         policy=policy,
-        facts=facts.fingerprint,
+        facts=fingerprint,
         candidates=tuple(_candidate(place, reasons, best, _leads(place, judged)) for place, reasons in judged),
     )
 

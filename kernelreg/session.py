@@ -9,26 +9,27 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import reduce
+from typing import NamedTuple
 
 import msgspec
 
 from kernelreg.adapters import load_function
-from kernelreg.announce import announce, say_once, set_level
+from kernelreg.announce import announce, logger, say_once, set_level
 from kernelreg.call import Call
-from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError
+from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError, unknown_name
+from kernelreg.findings import Finding
 from kernelreg.machine import CPU, Device, Facts, detect
 from kernelreg.machine.torch_devices import current_index, observed_device
 from kernelreg.policy import PREFIX, Policy, read_environment, read_log_level, read_plugins
-from kernelreg.quarantine import Finding
 from kernelreg.reasons import Reason
 from kernelreg.registry import Backend, Registry, discover
 from kernelreg.resolution import Resolution
 from kernelreg.resolver import Decision, decide
 from kernelreg.together import JointResolution, decide_together
-from kernelreg.verify.records import load_record
+from kernelreg.verify.records import load_record, save_record
 
 Observer = Callable[[Resolution], object]
 
@@ -47,6 +48,16 @@ _overrides: dict[bytes, Override] = {}
 _use: ContextVar[Override | None] = ContextVar("kernelreg_use", default=None)
 
 
+class Grounds(NamedTuple):
+    """What a decision rests on, all of one moment: no thread's change lies between two of the parts."""
+
+    registry: Registry
+    facts: Facts
+    policy: Policy
+    ruled_out: Mapping[str, Reason]
+    findings: tuple[Finding, ...]
+
+
 class Session:
     """What one process knows. Reads are of immutable values; changes swap a value under the lock."""
 
@@ -62,6 +73,7 @@ class Session:
         self.ruled_out: dict[str, Reason] = {}
         self._causes: dict[str, AdapterError] = {}
         self._findings: dict[str, tuple[Finding, ...]] = {}
+        self._failed: tuple[Finding, ...] = ()
         self._trusting = False
         self.observers: tuple[Observer, ...] = ()
         self._listeners: list[Callable[[], None]] = []
@@ -89,13 +101,13 @@ class Session:
         with self._lock:
             self._notice_environment()
             if self._facts is None:
-                path = self._environ.get("KERNELREG_FACTS", "").strip()
+                path = self._seen.get("KERNELREG_FACTS", "").strip()
                 self._facts = Facts.load(path) if path else self.detected()
             return self._facts
 
     def detected(self) -> Facts:
         """This machine's facts, whatever ``KERNELREG_FACTS`` says."""
-        return detect(self.registry().packages(), self._environ)
+        return detect(self.registry().packages(), self._variables())
 
     def facts_seeing(self, device: str) -> Facts:
         """The facts with the device of a live tensor in them: it exists, whoever failed to list it."""
@@ -103,7 +115,7 @@ class Session:
         if facts.device(device) is not None:
             return facts
         with self._lock:
-            if not self._environ.get("KERNELREG_FACTS", "").strip():
+            if not self._seen.get("KERNELREG_FACTS", "").strip():
                 self._facts = self.detected()
             facts = self.facts()
             if facts.device(device) is None:
@@ -125,22 +137,49 @@ class Session:
         return self._policy if over is None else self._policy.overlaid(over.policy)
 
     def findings(self, facts: Facts) -> tuple[Finding, ...]:
-        """What ``kernelreg verify`` found wrong on these facts. A record that cannot be read is said once."""
+        """What failed in this process, and what ``kernelreg verify`` found wrong on these facts.
+
+        A record that cannot be read is said once.
+        """
         fingerprint = facts.fingerprint
-        known = () if self._trusting else self._findings.get(fingerprint)
-        if known is None:
-            try:
-                record = load_record(fingerprint)
-            except KernelregError as error:
-                say_once(logging.WARNING, f"results of kernelreg verify are left out: {error}")
-                record = None
-            known = self._findings[fingerprint] = record.findings(facts) if record else ()
-        return known
+        with self._lock:
+            known = () if self._trusting else self._findings.get(fingerprint)
+            if known is None:
+                try:
+                    record = load_record(fingerprint)
+                except KernelregError as error:
+                    say_once(logging.WARNING, f"results of kernelreg verify are left out: {error}")
+                    record = None
+                known = self._findings[fingerprint] = record.findings(facts) if record else ()
+            return (*self._failed, *known)
+
+    def grounds(self, facts: Facts | None = None, policy: Policy | None = None, device: str | None = None) -> Grounds:
+        """What a decision made now rests on.
+
+        Args:
+            facts: another machine's; this one's when not given.
+            policy: the whole policy; what holds now when not given.
+            device: a live tensor's, which this machine's facts are to hold.
+        """
+        with self._lock:
+            while True:
+                registry, seen = self.registry(), self._seen
+                known = facts
+                if known is None:
+                    known = self.facts() if device is None else self.facts_seeing(device)
+                wanted = self._wanted(policy)
+                if self._seen is seen:  # the environment knows no lock: once more where it changed in between
+                    return Grounds(registry, known, wanted, self.ruled_out, self.findings(known))
 
     def trust_all(self) -> None:
         """Decide as if nothing had been found wrong: for who is about to find out."""
-        self._trusting = True
-        self._changed()
+        with self._lock:
+            self._trusting = True
+            self._changed()
+
+    def steady(self) -> AbstractContextManager[object]:
+        """A block in which no other thread changes what this process knows."""
+        return self._lock
 
     # -- what changes it -------------------------------------------------------------------------------------------
 
@@ -151,6 +190,7 @@ class Session:
             self.ruled_out = {}
             self._causes = {}
             self._findings = {}
+            self._failed = ()
             self._discovered = None
             self._changed_backends()
 
@@ -190,36 +230,82 @@ class Session:
                 return error
         return None
 
+    def keep_away(self, finding: Finding) -> None:
+        """Remember that a kernel failed, for as long as this process lives or until it is trusted again."""
+        with self._lock:
+            self._failed = (*self._failed, finding)
+            self._changed()
+
+    def trust(self, backend: str | None) -> None:
+        """Forget what failed or was found wrong, of one backend or (None) of all, for good.
+
+        Raises:
+            ConfigurationError: an unknown backend.
+            KernelregError: what ``kernelreg verify`` has kept cannot be changed.
+        """
+        with self._lock:
+            names = self.registry().names()
+            if backend is not None and backend not in names:
+                raise ConfigurationError(unknown_name("backend", backend, names))
+            fingerprint = self.facts().fingerprint
+            record = load_record(fingerprint)
+            if record is not None and (left := record.trusting(backend)) != record:
+                save_record(left)
+            self._failed = tuple(each for each in self._failed if backend not in (None, each.backend))
+            self._findings = {}
+            self._changed()
+
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever an answer given before may not hold any more."""
+        """Call ``listener`` whenever an answer given before may not hold any more. The lock is held then."""
         self._listeners.append(listener)
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Call ``observer`` after each decision; gives the function that stops it."""
+        with self._lock:
+            self.observers = (*self.observers, observer)
+
+        def undo() -> None:
+            with self._lock:
+                self.observers = tuple(each for each in self.observers if each is not observer)
+
+        return undo
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that another thread of the parent held is free, and what it was changing forgotten.
+
+        That thread is not there any more to finish. Where nobody held the lock, all that is known stays known.
+        """
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            return
+        self._lock = threading.RLock()
+        self._seen = {}
+        self._discovered = None
+        self._changed_backends()
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
-    def resolve(self, call: Call, *, facts: Facts | None = None, policy: Policy | None = None) -> Resolution:
+    def resolve(self, grounds: Grounds, call: Call) -> Resolution:
         """Decide one call, tell the log and the observers.
 
         Raises:
             NoBackendError: nothing fits.
         """
-        known = self.facts() if facts is None else facts
-        wanted = self.policy() if policy is None else policy
-        registry = self.registry()
-        decision = decide(registry, known, call, wanted, self.ruled_out, self.findings(known))
-        resolution = self._resolution(decision, registry, known)
+        registry, facts, policy, ruled_out, findings = grounds
+        decision = decide(registry, facts, call, policy, ruled_out, findings)
+        resolution = self._resolution(decision, registry, facts)
         if decision.backend is None:
             raise NoBackendError(resolution.explain(), resolution) from self._cause(decision)
         return resolution
 
-    def resolve_together(self, calls: Sequence[Call], *, facts: Facts, policy: Policy | None = None) -> JointResolution:
+    def resolve_together(self, grounds: Grounds, calls: Sequence[Call]) -> JointResolution:
         """Decide several calls on one state, tell the log and the observers.
 
         Raises:
             NoBackendError: an operation has no kernel on any form of the state.
         """
-        wanted = self.policy() if policy is None else policy
-        registry = self.registry()
-        joint = decide_together(registry, facts, calls, wanted, self.ruled_out, self.findings(facts))
+        registry, facts, policy, ruled_out, findings = grounds
+        joint = decide_together(registry, facts, calls, policy, ruled_out, findings)
         resolutions = [self._resolution(each, registry, facts) for each in joint.decisions]
         found = JointResolution(joint, resolutions)
         for each in resolutions:
@@ -227,13 +313,30 @@ class Session:
                 raise NoBackendError(found.explain(), each) from self._cause(each.decision)
         return found
 
+    def _wanted(self, policy: object) -> Policy:
+        """The policy that was given, or the one that holds now."""
+        if policy is None:
+            return self.policy()
+        if not isinstance(policy, Policy):
+            raise ConfigurationError(f"policy={policy!r}; accepted: None, or what kernelreg.make_policy gives")
+        return policy
+
     def _resolution(self, decision: Decision, registry: Registry, facts: Facts) -> Resolution:
         """A decision with the means to load it, told to the log and the observers."""
-        resolution = Resolution(decision, lambda decided: self.load(decided, facts))
+        resolution = Resolution(decision, lambda decided: self.load(decided, facts), facts)
         announce(decision, registry, facts)
-        for observer in self.observers:
-            observer(resolution)
+        self.tell(resolution)
         return resolution
+
+    def tell(self, resolution: Resolution) -> None:
+        """Tell the observers. One that raises is said once: its fault is not the call's."""
+        for observer in self.observers:
+            try:
+                observer(resolution)
+            except Exception as error:
+                name = getattr(observer, "__qualname__", type(observer).__qualname__)
+                say_once(logging.WARNING, f"on_resolve observer {name} raised {type(error).__name__}: {error}")
+                logger.debug("an on_resolve observer raised", exc_info=True)
 
     def load(self, decision: Decision, facts: Facts) -> tuple[Decision, Callable[..., object]]:
         """The callable of what was decided. Where its adapter does not import, the next kernel that fits, said once.
@@ -250,7 +353,8 @@ class Session:
                 except AdapterError as error:
                     self.rule_out(row[0].name, error)
             # The adapter failed, or the backend was taken out since: decide again on what there is now.
-            decision = decide(registry, facts, decision.call, decision.policy, self.ruled_out, self.findings(facts))
+            registry, _, policy, ruled_out, findings = self.grounds(facts, decision.policy)
+            decision = decide(registry, facts, decision.call, policy, ruled_out, findings)
             if decision.backend is None:
                 resolution = Resolution(decision)
                 raise NoBackendError(resolution.explain(), resolution) from self._cause(decision)
@@ -278,8 +382,10 @@ class Session:
 
     def environment_policy(self) -> tuple[Policy, list[ConfigurationError], list[str]]:
         """The environment's policy with every error and warning, for the doctor."""
-        policy, errors, warnings = read_environment(self._environ, self.registry().names())
-        return policy, [self.with_hint(error) for error in errors], warnings
+        with self._lock:
+            names = self.registry().names()
+            policy, errors, warnings = read_environment(self._seen, names)
+            return policy, [self.with_hint(error) for error in errors], warnings
 
     def with_hint(self, error: ConfigurationError) -> ConfigurationError:
         """An unknown backend's error, with the backends that are not known because something keeps them out."""
@@ -294,20 +400,20 @@ class Session:
         policy, errors, warnings = self.environment_policy()
         if errors:
             raise errors[0]
-        set_level(read_log_level(self._environ))
+        set_level(read_log_level(self._seen))
         for warning in warnings:
             say_once(logging.WARNING, warning)
         return policy
 
     def _plugins_wanted(self) -> bool:
         try:
-            return read_plugins(self._environ)
+            return read_plugins(self._seen)
         except ConfigurationError:  # the policy's reader raises it where someone can act on it
             return True
 
     def _notice_environment(self) -> None:
         """Drop what was read from variables that have another value now."""
-        now = {name: value for name, value in self._environ.items() if name.startswith(PREFIX)}
+        now = self._variables(PREFIX)
         if now == self._seen:
             return
         before, self._seen = self._seen, now
@@ -318,6 +424,11 @@ class Session:
             self._discovered = None
             self._changed_backends()
         self._changed()
+
+    def _variables(self, prefix: str = "") -> dict[str, str]:
+        """The environment as it is. Names first, then each value: another thread may take one out between the two."""
+        names = [name for name in list(self._environ) if name.startswith(prefix)]
+        return {name: value for name in names if (value := self._environ.get(name)) is not None}
 
     def _changed_backends(self) -> None:
         """Other backends may name other packages, and other names are known."""
@@ -330,6 +441,8 @@ class Session:
 
 
 session = Session(os.environ)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=session.after_fork)
 
 
 def _interned(policy: Policy) -> Override:

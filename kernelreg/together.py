@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from kernelreg.call import Call
+from kernelreg.findings import Finding
 from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
-from kernelreg.quarantine import Finding
 from kernelreg.reasons import Reason, ReasonCode
 from kernelreg.registry import Registry
 from kernelreg.resolution import Resolution
@@ -48,6 +48,8 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
 class JointResolution(Mapping[str, Resolution]):
     """Each operation's resolution, by name (or alias), and the form of the state that they share.
+
+    A name that is not there raises :class:`~kernelreg.errors.UnknownOperationError`, a KeyError.
 
     Attributes:
         state_layout: ``k-first`` or ``v-first``.

@@ -222,3 +222,67 @@ def test_the_doctor_works_with_no_path_no_home_and_a_plain_locale(tmp_path: Path
     assert done.returncode == (0 if importlib.util.find_spec("torch") else 1), done.stderr
     assert done.stdout.startswith(b"kernelreg ")
     assert b"Traceback" not in done.stderr
+
+
+COMMANDS = ["--help", "doctor", "doctor --json", "resolve gdn", "facts", "backends", "backends --schema"]
+BUFFERED = {"PYTHONUNBUFFERED": ""}  # as Python does it unless told otherwise: the end of the output is written last
+
+
+def process(command: str, redirected: str) -> subprocess.CompletedProcess[str]:
+    """A command in a shell, with its standard streams redirected as a shell does it."""
+    return subprocess.run(
+        f"exec {sys.executable} -W ignore -m kernelreg {command} {redirected}",
+        shell=True, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **BUFFERED},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_reader_that_has_left_ends_every_command_alike(command: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    for errors in (subprocess.PIPE, write):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "kernelreg", *command.split()],
+            stdout=write, stderr=errors, check=False, timeout=120, env={**os.environ, **BUFFERED},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr or b"") == (141, b"")
+    os.close(write)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_closed_output_changes_no_answer(command: str) -> None:
+    done = process(command, ">&-")
+    assert "kernelreg: " not in done.stderr
+    assert "Exception" not in done.stderr
+    assert done.returncode == process(command, "> /dev/null").returncode
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_cannot_be_written_is_told_in_one_line(command: str) -> None:
+    done = process(command, "> /dev/full")
+    assert (done.returncode, done.stderr) == (1, "kernelreg: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["facts", "backends", "doctor"])
+def test_a_fault_of_ours_is_one_line_and_the_log_says_where(command: str) -> None:
+    code = (
+        f"import sys; from kernelreg.cli import {command}, main; "
+        f"{command}.run = lambda words: {{}}['nothing']; sys.exit(main(['{command}']))"
+    )
+    for level, lines in (("WARNING", 1), ("DEBUG", None)):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "KERNELREG_LOG": level},
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert "kernelreg: unexpected KeyError: 'nothing'" in done.stderr
+        assert ("Traceback" not in done.stderr) is (len(done.stderr.splitlines()) == lines)
+
+
+@pytest.mark.parametrize("words", [("doctor", "--ranks"), ("doctor", "--deep"), ("verify",)])
+@pytest.mark.parametrize("limit", ["-1", "0", "soon", "nan", "inf"])
+def test_a_limit_is_a_number_of_seconds(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], limit: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, f"--limit={limit}"])
+    assert f"{limit}; accepted: seconds" in capsys.readouterr().err

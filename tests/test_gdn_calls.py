@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import softplus
@@ -16,6 +18,9 @@ from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_ru
 from tests.gdn_cases import expected, gdn_call, relative
 from tests.machines import descriptor
 
+#: Dtypes that no tensor of real numbers has, or that no kernel here computes with.
+NO_REALS = [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn]
+RAW: dict[str, Any] = {"use_gate_in_kernel": True, "A_log": torch.zeros(4)}
 ADAPTER = """
 calls = []
 
@@ -172,16 +177,58 @@ def test_names_order_and_defaults_are_flas() -> None:
         ({"v": torch.zeros(2, 300, 4, 48, dtype=torch.float64)}, "one dtype for the three"),
         ({"g": torch.zeros(2, 300, 4, device="meta")}, "g is on meta"),
         ({"cu_seqlens": torch.tensor([0, 300])}, "packed in one row"),
+        *(
+            (
+                {name: torch.zeros(2, 300, 2, 32, dtype=dtype) for name in "qk"}
+                | {"v": torch.zeros(2, 300, 4, 48, dtype=dtype)},
+                f"q is {dtype}; accepted: bfloat16, float16, float32, float64",
+            )
+            for dtype in NO_REALS
+        ),
+        ({"scale": "0.1"}, "scale is '0.1'; accepted: None, or a finite real number"),
+        ({"scale": torch.tensor([0.1, 0.2])}, "scale is tensor"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": 10**400}, "scale is 1000"),
+        ({"scale": 1j}, "scale is 1j"),
         ({"head_first": True}, "head_first=True"),
         ({"cp_context": object()}, "context parallelism"),
         ({"A_log": torch.zeros(4)}, "without use_gate_in_kernel"),
         ({"use_gate_in_kernel": True}, "without A_log"),
         ({"allow_neg_eigval": True}, "without use_beta_sigmoid_in_kernel"),
+        ({"A_log": torch.zeros(3), "use_gate_in_kernel": True}, r"A_log is \[3\]; accepted: \[HV\] = \[4\]"),
+        ({"A_log": torch.zeros(1), "use_gate_in_kernel": True}, r"A_log is \[1\]"),
+        ({"A_log": [0.0] * 4, "use_gate_in_kernel": True}, "A_log is a list"),
+        ({**RAW, "dt_bias": torch.zeros(2, 4)}, r"dt_bias is \[2, 4\]"),
+        ({**RAW, "dt_bias": torch.zeros(4, device="meta")}, "dt_bias is on meta; accepted: q's device, cpu"),
     ],
 )
 def test_arguments_that_break_the_contract_are_named(change: dict[str, Any], told: str) -> None:
     with pytest.raises(CallError, match=told):
         chunk_gated_delta_rule(**{**gdn_call(), **change})
+    with pytest.raises(CallError, match=told):
+        kernelreg.resolve("gdn", like={**gdn_call(), **change})
+
+
+@pytest.mark.parametrize("dtype", NO_REALS, ids=str)
+@pytest.mark.parametrize("name", ["g", "beta", "initial_state", "A_log", "dt_bias"])
+def test_gates_and_states_are_real_numbers(name: str, dtype: torch.dtype) -> None:
+    call = {**gdn_call(T=3), **RAW, "dt_bias": torch.zeros(4)}
+    with pytest.raises(CallError, match=f"{name} is {dtype}; accepted: bfloat16, float16, float32, float64"):
+        chunk_gated_delta_rule(**{**call, name: call[name].to(dtype)})
+
+
+@pytest.mark.parametrize("scale", [2, -1.5, np.float32(0.5), Fraction(1, 2)], ids=repr)
+def test_scale_may_be_any_real_number(spy: Any, scale: Any) -> None:
+    chunk_gated_delta_rule(**gdn_call(T=120), scale=scale)
+    (options,) = spy.calls
+    assert type(options["scale"]) is float
+    assert options["scale"] == scale
+
+
+def test_no_gates_do_not_hide_what_v_is() -> None:
+    call = gdn_call()
+    with pytest.raises(CallError, match="v is a list; accepted: a tensor"):
+        fused_recurrent_gated_delta_rule(call["q"], call["k"], [1.0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("edges", [[1, 300], [0, 200, 100, 300], [0, 301]])
@@ -190,6 +237,8 @@ def test_edges_that_are_none_are_named(edges: list[int], function: Any) -> None:
     call = {**gdn_call(edges=[0, 300], state=False), "cu_seqlens": torch.tensor(edges)}
     with pytest.raises(CallError, match="from 0, never back, and not beyond T = 300"):
         function(**call)
+    with pytest.raises(CallError, match="from 0, never back, and not beyond T = 300"):
+        kernelreg.resolve("gdn", like=call)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +257,8 @@ def test_an_unknown_keyword_is_refused_with_the_nearest() -> None:
 def test_like_refuses_what_the_function_would() -> None:
     with pytest.raises(kernelreg.ConfigurationError, match="missing a required argument: 'beta'"):
         kernelreg.resolve("gdn", like={name: x for name, x in gdn_call().items() if name != "beta"})
+    with pytest.raises(kernelreg.ConfigurationError, match="did you mean 'allow_neg_eigval'"):
+        kernelreg.resolve("gdn", like={**gdn_call(), "allow_neg_eigvals": True})
     with pytest.raises(kernelreg.ConfigurationError, match="give either it or tokens"):
         kernelreg.resolve("gdn", like=gdn_call(), tokens=3)
 

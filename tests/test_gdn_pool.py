@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ def check(call: Call) -> None:
     assert torch.equal(pool[~written], before[~written])
     silent = ~wanted_o.flatten(2).any(-1)
     assert not o[silent].any()
+
+
+def on_meta(call: Call) -> Call:
+    """The call on a device whose values nobody can look up."""
+    return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
 
 
 @st.composite
@@ -118,6 +124,107 @@ def test_a_pool_may_be_a_strided_view() -> None:
 
 
 @pytest.mark.parametrize(
+    "view",
+    [
+        lambda pool: pool.mT.contiguous().mT,
+        lambda pool: torch.cat([pool, pool + 1])[::2].copy_(pool),
+        lambda pool: pool.repeat(1, 2, 1, 1)[:, :4].copy_(pool),
+        lambda pool: pool.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda pool: pool.repeat(1, 1, 1, 3)[..., 1::3].copy_(pool),
+    ],
+    ids=["turned", "every other", "of more heads", "heads first", "stepped"],
+)
+@pytest.mark.parametrize("slots", [[6, -1], [[6, 1], [-1, 2]]], ids=["[N]", "[N, S]"])
+def test_pools_of_any_strides(view: Any, slots: Any) -> None:
+    call = pool_call([1, 1], slots, packed=False)
+    call["initial_state"] = view(call["initial_state"])
+    assert not call["initial_state"].is_contiguous()
+    check(call)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda pool: pool[:1].expand(8, -1, -1, -1),
+        lambda pool: pool[:, :1].expand(-1, 4, -1, -1),
+        lambda pool: pool[..., :1].expand(-1, -1, -1, 48),
+        lambda pool: pool.flatten()[: 4 * 32 * 48 + 70].as_strided((8, 4, 32, 48), (10, 32 * 48, 48, 1)),
+        lambda pool: pool.flatten().as_strided((8, 4, 32, 48), (4 * 32 * 48 - 1, 32 * 48, 48, 1)),
+    ],
+    ids=["one state", "one head", "one column", "overlapping windows", "an entry short"],
+)
+def test_a_pool_whose_entries_share_memory_cannot_be_written(view: Any) -> None:
+    call = pool_call([1, 1], [3, 4], packed=False)
+    whole = call["initial_state"]
+    before = whole.clone()
+    with pytest.raises(CallError, match=r"initial_state is \[8, 4, 32, 48\] with strides .* may share memory"):
+        fused_recurrent_gated_delta_rule(**{**call, "initial_state": view(whole)})
+    assert torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("host", [{}, {"cu_seqlens_cpu": True}], ids=["on the CPU", "cu_seqlens_cpu"])
+@pytest.mark.parametrize("slots", [[3, 4], [[3, 4, 5], [6, 7, 0]]], ids=["[N]", "[N, S]"])
+@pytest.mark.parametrize("edges", [[1, 3, 5], [0, 4, 3], [0, 3, 6], [0, -1, 5]], ids=str)
+def test_edges_that_are_none_leave_the_pool_alone(edges: list[int], slots: Any, host: dict[str, Any]) -> None:
+    call = pool_call([3, 2], slots)
+    if host:
+        call["cu_seqlens_cpu"] = torch.tensor(edges)
+    else:
+        call["cu_seqlens"] = torch.tensor(edges)
+    before = call["initial_state"].clone()
+    with pytest.raises(CallError, match=r"cu_seqlens is .*; accepted: from 0, never back, and not beyond T = 5"):
+        fused_recurrent_gated_delta_rule(**call)
+    assert torch.equal(call["initial_state"], before)
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["on the CPU", "cu_seqlens_cpu"])
+def test_a_packed_sequence_needs_a_slot_for_each_of_its_tokens(host: bool) -> None:
+    call = pool_call([1, 3, 2], [[0, 1], [2, 3], [4, 5]])
+    if host:
+        call = {**on_meta(call), "cu_seqlens_cpu": call["cu_seqlens"]}
+    with pytest.raises(CallError, match=r"state_indices is \[3, 2\].*a slot for each of a sequence's 3 tokens"):
+        fused_recurrent_gated_delta_rule(**call)
+
+
+@pytest.mark.parametrize("edges", [[0, 1, 5], [0, 3, 99], [-7, 2, 5], [0, 4, 2], [9, 9, 12]], ids=str)
+def test_edges_that_are_not_looked_up_reach_no_further_than_slots_and_tokens(edges: list[int]) -> None:
+    """As on a GPU without ``cu_seqlens_cpu``: here the bridge alone, on the CPU, where a wrong index is an error."""
+    call = pool_call([5], [[0, 1]]) | {"cu_seqlens": torch.tensor(edges)}
+    call["state_indices"] = torch.tensor([[0, 1], [2, 3]])
+    before, wanted_o = call["initial_state"].clone(), torch.zeros(5, 4, 48, dtype=torch.float64)
+    wanted_pool = before.clone()
+    for slots, start, end in zip([[0, 1], [2, 3]], edges[:-1], edges[1:], strict=True):
+        places = [place for place in (start, start + 1) if 0 <= place < min(end, 5)]
+        if not places:
+            continue
+        cut = {name: call[name][:, places] for name in ("q", "k", "v", "g", "beta")}
+        used = torch.tensor([[*slots[places[0] - start :][: len(places)]]])
+        part = {**call, **cut, "cu_seqlens": None, "state_indices": used, "initial_state": before}
+        o, pool = expected(part)
+        wanted_o[places] = o[0]
+        wanted_pool[used[0]] = pool[used[0]].float()
+    run = import_module("kernelreg_backends.torch.adapter").fused_recurrent_gated_delta_rule
+    o, _ = run(**call)
+    assert relative(o[0], wanted_o) <= 1e-5
+    assert relative(call["initial_state"], wanted_pool) <= 1e-5
+    assert torch.equal(o[0].any(-1), wanted_o.any(-1))
+
+
+def test_more_slots_than_tokens_are_left_alone() -> None:
+    """The state after token t goes to slot ``[n, t]``; what was accepted may be of a longer call before."""
+    check(pool_call([2, 2], [[0, 1, 2, 3], [4, 5, 6, 7]], packed=False, accepted=[4, 3]))
+    check(pool_call([2, 1, 0], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], pool=12, accepted=[4, 3, 2]))
+
+
+def test_a_pool_on_the_meta_device_gives_shapes() -> None:
+    machine = kernelreg.facts()
+    for call in (pool_call([1, 1], [3, 4], packed=False), pool_call([2, 1], [[3, 4], [5, 6]])):
+        o, _ = fused_recurrent_gated_delta_rule(**on_meta(call))
+        assert (o.is_meta, o.shape) == (True, call["v"].shape)
+    assert kernelreg.facts() == machine  # no accelerator of this machine has been found
+
+
+@pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"initial_state": None}, "state_indices without initial_state"),
@@ -144,9 +251,10 @@ def test_wrong_pools_are_named(change: dict[str, Any], told: str) -> None:
         fused_recurrent_gated_delta_rule(**{**call, **change})
 
 
-def test_a_pool_has_no_gradient() -> None:
+@pytest.mark.parametrize("name", ["q", "initial_state"])
+def test_a_pool_has_no_gradient(name: str) -> None:
     call = pool_call([1, 1], [3, 4], packed=False)
-    call["q"].requires_grad_()
+    call[name].requires_grad_()
     with pytest.raises(CallError, match="no gradient"):
         fused_recurrent_gated_delta_rule(**call)
     with torch.no_grad():

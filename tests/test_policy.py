@@ -173,10 +173,15 @@ def test_an_unknown_variable_is_a_warning_with_the_nearest_name(
         {"disable": "x"},
         {"backend": {"gdn": "x"}},
         {"strict": "1"},
+        {"prefer": 5},
+        {"disable": [["fla"]]},
+        {"backend": 5},
+        {"backend": {5: "fla"}},
+        {"backend": {"gdn": ["fla"]}},
     ],
 )
 def test_use_refuses_wrong_words_at_once(words: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"use\(\w+="):
+    with pytest.raises(ConfigurationError, match=r"use\(\w+=.*\).*; accepted: "):
         kernelreg.use(**words)
 
 

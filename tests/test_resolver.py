@@ -262,6 +262,34 @@ def test_capture_of_packed_sequences_is_a_feature_of_its_own() -> None:
     assert decided(machine("h200"), features={"capture", "varlen"}).backend == "torch"
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"operation": 5}, "unknown operation 5; accepted: gdn, gdn.chunk, gdn.recurrent"),
+        ({"operation": ["gdn"]}, r"unknown operation \['gdn'\]"),
+        ({"operation": None}, "unknown operation None"),
+        ({"features": "varlen"}, "features='varlen'; accepted: a set of features"),
+        ({"features": 5}, "features=5; accepted: a set of features"),
+        ({"features": [["varlen"]]}, r"unknown feature \['varlen'\]; accepted: backward, "),
+        ({"features": {"gdn": {"varlen"}}}, "unknown feature 'gdn'; accepted: backward, "),
+        ({"policy": 5}, "policy=5; accepted: None, or what kernelreg.make_policy gives"),
+        ({"facts": 5}, "facts=5; accepted: kernelreg.Facts, or the path of a facts file"),
+        ({"facts": b"here.json"}, "facts=b'here.json'; accepted"),
+        ({"dtype": 5}, "unknown dtype '5'; accepted: bfloat16, "),
+        ({"device": 5}, "unknown device '5'; accepted: cpu, "),
+        ({"head_dim_k": "x"}, "head_dim_k='x'; accepted: a whole number"),
+        ({"like": 5}, "like= .*must be a mapping"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_named(options: dict[str, object], told: str) -> None:
+    with pytest.raises(kernelreg.ConfigurationError, match=told):
+        kernelreg.resolve(**options)  # type: ignore[arg-type]
+
+
+def test_no_features_are_none() -> None:
+    assert kernelreg.resolve("gdn", facts=MACHINES[0], features=None).call.features == frozenset()
+
+
 def test_an_absurd_range_is_refused_when_it_is_read() -> None:
     with pytest.raises(kernelreg.DescriptorError, match="length <= 200"):
         make_descriptor(descriptor("absurd", requires={"torch": ">=" + "9" * 5000}))

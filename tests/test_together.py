@@ -114,8 +114,45 @@ def test_where_one_operation_has_nothing_all_reasons_are_told() -> None:
         (["gdn", "gdn.recurrent"], {"features": {"gdn": {"varlenn"}}}, "did you mean 'varlen'"),
         (["gdn", "gdn.recurrent"], {"features": {"varlen"}}, "of each operation"),
         (["gdn", "gdn.recurrent"], {"head_dims_k": 128}, "did you mean 'head_dim_k'"),
+        ("gdn", {}, "operations='gdn'; accepted: two operations or more"),
+        (None, {}, "operations=None; accepted: two operations or more"),
+        (5, {}, "operations=5; accepted: two operations or more"),
+        (iter(["gdn"]), {}, r"operations=\['gdn'\]; accepted: two operations or more"),
+        ([1, 2], {}, "unknown operation 1; accepted: gdn, gdn.chunk, gdn.recurrent"),
+        ([["gdn"], "gdn.recurrent"], {}, r"unknown operation \['gdn'\]"),
+        *(
+            (
+                ["gdn", "gdn.recurrent"],
+                {"features": {"gdn": value}},
+                rf"features\['gdn'\]={value!r}; accepted: a set of",
+            )
+            for value in ("varlen", None, 5)
+        ),
+        (["gdn", "gdn.recurrent"], {"features": {"gdn": [["varlen"]]}}, r"unknown feature \['varlen'\]; accepted"),
+        (["gdn", "gdn.recurrent"], {"features": {5: {"varlen"}}}, "unknown operation 5"),
+        (
+            ["gdn", "gdn.recurrent"],
+            {"features": {"gdn": {"varlen"}, "gdn.chunk": {"final-state"}}},
+            "gdn.chunk is given twice; accepted: once",
+        ),
+        (["gdn", "gdn.recurrent"], {"policy": 5}, "policy=5; accepted: None, or what kernelreg.make_policy gives"),
+        (["gdn", "gdn.recurrent"], {"facts": 5}, "facts=5; accepted: kernelreg.Facts, or the path"),
     ],
 )
-def test_wrong_words_are_named(operations: list[str], options: dict[str, Any], told: str) -> None:
+def test_wrong_words_are_named(operations: Any, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
-        kernelreg.resolve_together(operations, facts=machine("cpu-only"), **options)
+        kernelreg.resolve_together(operations, **{"facts": machine("cpu-only"), **options})
+
+
+def test_a_pair_keeps_a_mappings_manners() -> None:
+    pair = kernelreg.resolve_together(facts=machine("cpu-only"))
+    assert "gdn" in pair
+    assert "gdn.recurent" not in pair
+    strangers: list[Any] = [5, None, ["gdn"]]
+    assert not any(each in pair for each in strangers)
+    assert pair.get("gdn.recurent") is None
+    for error in (KeyError, ConfigurationError):
+        with pytest.raises(error) as caught:
+            pair["gdn.recurent"]
+        assert str(caught.value).startswith("unknown operation 'gdn.recurent'; accepted: gdn, ")
+        assert str(caught.value).endswith("did you mean 'gdn.recurrent'?")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +19,8 @@ import pytest
 
 import kernelreg
 from kernelreg.call import make_call
+from kernelreg.findings import quarantine_reasons
 from kernelreg.ops import operation_named
-from kernelreg.quarantine import quarantine_reasons
 from kernelreg.verify.cases import Case, cases
 from kernelreg.verify.judge import judge
 from kernelreg.verify.outcome import Outcome
@@ -27,7 +30,7 @@ from tests.machines import descriptor, machine
 
 #: A backend whose function is the torch backend's, and then whatever FAULT does to it.
 ADAPTER = """
-import os, signal, sys, time
+import ctypes, os, signal, subprocess, sys, time
 import torch
 from kernelreg_backends.torch.adapter import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
@@ -41,6 +44,7 @@ def run(q, k, v, g, beta, **options):
     if bad and name == "hang": time.sleep(600)
     if bad and name == "exit": sys.exit(3)
     if bad and name == "vanish": os._exit(0)
+    if bad and name == "seize": seize()
     if bad and name == "leave": os.fork() or time.sleep(600); os._exit(4)
     if bad and name == "raises": raise RuntimeError("the library's own words")
     if bad and name == "prints": print("noise " * 20000); os.write(1, b"noise")
@@ -58,6 +62,13 @@ def run(q, k, v, g, beta, **options):
     if bad and name == "varies": o = o + 1e-3 * torch.rand(())
     if bad and name == "slot" and "state_indices" in options: options["initial_state"][11] += 1
     return o, final
+
+def seize():
+    "Hang with the interpreter's lock held and a compiler running, both of which hold a pipe open."
+    held = os.open(os.environ["HELD"], os.O_WRONLY)
+    subprocess.Popen(["sleep", "600"], pass_fds=[held])
+    os.write(held, b"x")
+    ctypes.PyDLL(None).sleep(600)
 """
 FEATURES = sorted(operation_named("gdn").features - {"capture", "capture-varlen", "deterministic"})
 
@@ -196,6 +207,15 @@ def test_a_card_is_judged_by_what_it_and_its_like_did(
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+ROOT = Path(kernelreg.__file__).parents[1]
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    """A user's environment with no override and a state folder of its own."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("KERNELREG_", "PYTHONPATH"))}
+    return plain | {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
+
+
 @pytest.fixture
 def verify(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the command line on a machine with the backend ``acme`` installed."""
@@ -207,12 +227,13 @@ def verify(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         files={"acme_gdn/__init__.py": "", "acme_gdn/backend.toml": DESCRIPTOR, "acme_adapter.py": ADAPTER},
     )
 
-    def run(*words: str, fault: str = "", state: str = "state") -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KERNELREG_")}
-        environment |= {"PYTHONPATH": str(site), "XDG_STATE_HOME": str(tmp_path / state), "FAULT": fault}
+    def run(
+        *words: str, fault: str = "", state: str = "state", more: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        told = {"PYTHONPATH": str(site), "XDG_STATE_HOME": str(tmp_path / state), "FAULT": fault, **(more or {})}
         return subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "kernelreg", *words],
-            env=environment,
+            env=environment(tmp_path, **told),
             capture_output=True,
             text=True,
             check=False,
@@ -307,7 +328,7 @@ def test_another_version_of_the_plugin_is_another_machine(verify: Any, tmp_path:
     ("fault", "told"),
     [
         ("abort@torch.int32", "the process died of SIGABRT"),
-        ("exit@torch.int32", "exit code 3"),
+        ("exit@torch.int32", "unexplained SystemExit: 3"),
         ("vanish@torch.int32", "exit code 0"),
         ("leave@torch.int32", "exit code 4"),
     ],
@@ -372,14 +393,6 @@ def test_results_that_cannot_be_kept_are_still_shown(verify: Any, tmp_path: Path
 
 # -- the child process -------------------------------------------------------------------------------------------------
 
-ROOT = Path(kernelreg.__file__).parents[1]
-
-
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    """A user's environment with no override and a state folder of its own."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("KERNELREG_", "PYTHONPATH"))}
-    return plain | {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
-
 
 @pytest.mark.parametrize("start", ["a script", "-c"])
 def test_the_child_imports_what_the_command_can_and_nothing_else(verify: Any, tmp_path: Path, start: str) -> None:
@@ -403,3 +416,97 @@ def test_the_child_imports_what_the_command_can_and_nothing_else(verify: Any, tm
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+)
+def test_nothing_of_a_child_outlives_the_command(verify: Any, tmp_path: Path, number: int, code: int) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def wait(wanted: bytes) -> None:
+        """Until the pipe says this: ``x`` from a process that holds it, nothing once no process does."""
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):  # held, and silent
+                if os.read(held, 1) == wanted:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError(wanted)
+
+    command = subprocess.Popen(
+        [sys.executable, "-m", "kernelreg", "verify", "gdn", "--backend", "acme"],
+        env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="seize", HELD=str(pipe)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        wait(b"x")
+        command.send_signal(number)
+        _, told = command.communicate(timeout=60)
+        assert (command.returncode, told) == (code, b"")
+        wait(b"")
+    finally:
+        command.kill()
+        os.close(held)
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("KERNELREG_FACTS", "here.json", "unset KERNELREG_FACTS"),
+        ("KERNELREG_BACKEND", "acm", "KERNELREG_BACKEND='acm': unknown backend 'acm'"),
+        ("KERNELREG_DISABLE", "acm", "did you mean 'acme'"),
+        ("KERNELREG_STRICT", "perhaps", "KERNELREG_STRICT='perhaps'; accepted: "),
+        ("KERNELREG_LOCK", "x.lock", "KERNELREG_LOCK"),
+    ],
+)
+def test_a_wrong_variable_is_usage_and_no_kernels_fault(verify: Any, variable: str, value: str, told: str) -> None:
+    done = verify("verify", "gdn", "--backend", "acme", more={variable: value})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+    assert "acme only is kept" not in verify("doctor").stdout
+
+
+def test_what_is_disabled_is_left_out_with_the_reason(verify: Any) -> None:
+    done = verify("verify", "gdn", "--backend", "acme", more={"KERNELREG_DISABLE": "acme"})
+    assert done.returncode == 1
+    assert "gdn.chunk acme cannot run here: disabled: KERNELREG_DISABLE" in done.stdout
+    assert "not ok: nothing could run" in done.stdout
+
+
+def test_overrides_that_choose_change_nothing_of_what_is_judged(verify: Any) -> None:
+    more = {"KERNELREG_BACKEND": "torch", "KERNELREG_PREFER": "torch", "KERNELREG_STRICT": "1"}
+    report = json.loads(verify("verify", "gdn", "--backend", "acme", "--json", fault="wrong", more=more).stdout)
+    assert {each["backend"] for each in report["outcomes"]} == {"acme"}
+    wrong = {each["kernel"] for each in report["outcomes"] if each["status"] == "wrong"}
+    assert wrong == {"only"}
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_results_are_kept_when_the_reader_has_left(verify: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "kernelreg", "verify", "gdn", "--backend", "acme", *words],
+        env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="wrong"),
+        stdout=write,
+        stderr=write,
+        check=False,
+        timeout=300,
+    )
+    os.close(write)
+    assert done.returncode == 141
+    assert "quarantined" in verify("resolve", "gdn", "--json").stdout
+
+
+def test_forgetting_as_data(verify: Any) -> None:
+    verify("verify", "gdn", "--backend", "acme")
+    told = [json.loads(verify("verify", "--forget", "--json").stdout) for _ in range(2)]
+    assert [each["forgotten"] for each in told] == [True, False]

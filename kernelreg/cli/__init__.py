@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from kernelreg._version import __version__
-from kernelreg.errors import KernelregError, NoBackendError
+from kernelreg.announce import set_level
+from kernelreg.errors import ConfigurationError, KernelregError, NoBackendError
+from kernelreg.policy import read_log_level
 
 OK, NOT_OK, USAGE = 0, 1, 2
+#: What a shell calls a program that SIGINT or SIGPIPE ended.
+INTERRUPTED, UNREAD = 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; gives the exit code: 0 yes, 1 no, 2 wrong usage."""
+    """Run a command; gives the exit code: 0 yes, 1 no, 2 wrong usage, 130 interrupted, 141 the reader has left."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a character shows a question mark for it
-    parser = _parser()
-    words = parser.parse_args(arguments)
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # as of `| head`
+        _drop_unwritten(sys.stdout, sys.stderr)
+        return UNREAD
+    except OSError as error:  # a full disk, no process to be had
+        _drop_unwritten(sys.stdout)
+        print(f"kernelreg: {error}", file=sys.stderr)
+        return NOT_OK
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    words = _parser().parse_args(arguments)
+    with contextlib.suppress(ConfigurationError):  # said by the commands that read the environment
+        set_level(read_log_level(os.environ))
     try:
         code: int = words.run(words)
-        sys.stdout.flush()
         return code
     except NoBackendError as error:
         print(f"kernelreg: {error}", file=sys.stderr)
@@ -32,11 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KernelregError as error:
         print(f"kernelreg: {error}", file=sys.stderr)
         return USAGE
-    except BrokenPipeError:  # the reader has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NOT_OK
-    except KeyboardInterrupt:
-        return 130
+    except OSError:
+        logging.getLogger("kernelreg").debug("the system refused", exc_info=True)
+        raise
     except Exception as error:  # a fault of ours: say so in one line, and where to find the rest
         logging.getLogger("kernelreg").debug("unexpected error", exc_info=True)
         print(
@@ -44,6 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return NOT_OK
+
+
+def _drop_unwritten(*streams: TextIO | None) -> None:
+    """What a stream could not write goes nowhere; the interpreter would try again, and complain, at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        if stream is not None:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from kernelreg.machine import CPU, Device, Facts
 from kernelreg.session import session
@@ -32,43 +32,48 @@ def console() -> Console:
     """Standard output for a person: colour on a terminal alone."""
     from rich.console import Console
 
-    return Console(
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich's own way is to exit at once
+
+    return Output(
         markup=False,
         highlight=False,
         emoji=False,
-        width=None if sys.stdout.isatty() else PLAIN_WIDTH,
+        width=None if on_terminal(sys.stdout) else PLAIN_WIDTH,
         soft_wrap=False,
     )
 
 
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether a person reads the stream; there is none where the program was started with it closed."""
+    return stream is not None and stream.isatty()
+
+
 def describe(device: Device) -> str:
     """A device in one line."""
-    parts = [device.name or device.type]
-    if device.compute_capability:
-        parts.append(f"compute capability {device.compute_capability}")
-    if device.memory_bytes:
-        parts.append(f"{device.memory_bytes / 2**30:.0f} GiB")
-    if device.mig:
-        parts.append("MIG instance")
-    return ", ".join(parts)
+    return device.description
 
 
 def seconds(text: str) -> float:
     """A limit as a person writes it, for argparse.
 
     Raises:
-        ValueError: it is none.
+        ArgumentTypeError: it is none.
     """
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e6:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text}; accepted: seconds, more than 0 and less than a million")
     return value
 
 
 @contextmanager
 def working(on: str) -> Iterator[None]:
     """Say what takes its time on standard error, where a person sees it."""
-    if not sys.stderr.isatty():
+    if not on_terminal(sys.stderr):
         yield
         return
     from rich.console import Console
@@ -79,4 +84,4 @@ def working(on: str) -> Iterator[None]:
 
 def write(text: str) -> None:
     """A text, and the end of its line, to standard output."""
-    sys.stdout.write(text + "\n")
+    print(text)

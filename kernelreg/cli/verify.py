@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, seconds, write
-from kernelreg.errors import ConfigurationError, KernelregError, unknown_name
+from kernelreg.cli._shared import console, on_terminal, seconds, write
+from kernelreg.errors import ConfigurationError, KernelregError, encodable, unknown_name
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
 from kernelreg.policy import Policy
@@ -68,9 +70,14 @@ def run(words: argparse.Namespace) -> int:
     """0 when nothing was wrong, 1 when something was or a backend that was asked for cannot run, 2 for wrong usage."""
     if words.facts is not None:
         raise ConfigurationError("verify runs kernels on this machine; --facts is for the other commands")
+    if os.environ.get("KERNELREG_FACTS", "").strip():
+        raise ConfigurationError("verify runs kernels on this machine; fix: unset KERNELREG_FACTS")
+    policy = session.policy()  # a variable that is wrong is said before anything runs
     facts = session.facts()
     if words.forget:
-        write("forgotten" if forget_record(facts.fingerprint) else "nothing was known of this machine")
+        known = forget_record(facts.fingerprint)
+        text = "forgotten" if known else "nothing was known of this machine"
+        write(json.dumps({"schema": 1, "fingerprint": facts.fingerprint, "forgotten": known}) if words.json else text)
         return 0
     wanted = [operation_named(words.operation).name] if words.operation else [each.name for each in operations()]
     names = session.registry().names()
@@ -78,7 +85,7 @@ def run(words: argparse.Namespace) -> int:
         if name not in names:
             raise ConfigurationError(f"--backend {name}: {unknown_name('backend', name, names)}")
     device = words.device or session.default_device(facts)
-    runnable, left = _usable(facts, wanted, words.backend or names, device)
+    runnable, left = _usable(facts, wanted, words.backend or names, device, policy)
     outcomes = _judge(runnable, device, words.limit, quiet=words.json)
     report = Report(
         ok=not any(each.status == "wrong" for each in outcomes)
@@ -106,12 +113,16 @@ def _idle(outcomes: tuple[Outcome, ...]) -> list[str]:
 
 
 def _usable(
-    facts: Facts, wanted: list[str], backends: tuple[str, ...] | list[str], device: str
+    facts: Facts, wanted: list[str], backends: tuple[str, ...] | list[str], device: str, policy: Policy
 ) -> tuple[list[tuple[str, str]], tuple[Left, ...]]:
-    """The (operation, backend) pairs that can run on the device, and why the others cannot."""
+    """The (operation, backend) pairs that can run on the device, and why the others cannot.
+
+    What is disabled is not run here either. The rest of the policy chooses among backends: each is judged all the same.
+    """
+    disabled = msgspec.structs.replace(policy, backend={}, prefer=(), strict=False)
     runnable, left = [], []
     for operation in wanted:
-        decision = decide(session.registry(), facts, make_call(operation, device), Policy(), session.ruled_out)
+        decision = decide(session.registry(), facts, make_call(operation, device), disabled, session.ruled_out)
         for backend in backends:
             rows = [each for each in decision.candidates if each.backend == backend]
             if any(each.accepted for each in rows):
@@ -136,7 +147,7 @@ def _judge(pairs: list[tuple[str, str]], device: str, limit: float, *, quiet: bo
 @contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Any]:
     """A bar on standard error, where a person sees it."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or not on_terminal(sys.stderr):
         yield lambda outcome: None
         return
     from rich.console import Console
@@ -161,7 +172,7 @@ def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str | None:
         known = None  # a broken record is replaced
     record = known or Record(date=date, fingerprint=fingerprint)
     try:
-        return str(save_record(record.with_run(outcomes, date)))
+        return encodable(str(save_record(record.with_run(outcomes, date))))
     except KernelregError as error:
         print(f"kernelreg: the results are not kept: {error}", file=sys.stderr)
         return None

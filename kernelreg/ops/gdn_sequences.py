@@ -60,6 +60,17 @@ class _Memory:
 _memory = _Memory()
 
 
+def host_edges(cu_seqlens: Tensor, tokens: int, cu_seqlens_cpu: Tensor | None = None) -> tuple[int, ...] | None:
+    """The edges as far as the host has them: None where they lie on a device alone, which is not waited for.
+
+    Arguments and errors are :func:`read_sequences`'s.
+    """
+    if cu_seqlens_cpu is not None:
+        _check_host(cu_seqlens_cpu, cu_seqlens)
+        return _checked(cu_seqlens_cpu, tokens)
+    return _checked(cu_seqlens, tokens) if cu_seqlens.device.type == "cpu" else None
+
+
 def read_sequences(cu_seqlens: Tensor, tokens: int, cu_seqlens_cpu: Tensor | None = None) -> Sequences:
     """The host's copy, read once per tensor and version: a device sync unless ``cu_seqlens_cpu`` spares it.
 
@@ -71,23 +82,22 @@ def read_sequences(cu_seqlens: Tensor, tokens: int, cu_seqlens_cpu: Tensor | Non
     Raises:
         CallError: it does not start at 0, goes back, or ends behind the last token.
     """
-    host = cu_seqlens_cpu if cu_seqlens_cpu is not None else cu_seqlens if cu_seqlens.device.type == "cpu" else None
     version = None if torch.is_inference(cu_seqlens) else cu_seqlens._version
     known = None if version is None else _memory.get(cu_seqlens, version)
-    if host is None and known is not None and known.edges[-1] <= tokens:
+    edges = host_edges(cu_seqlens, tokens, cu_seqlens_cpu)  # values on the host cost nothing to read again
+    if known is not None and (known.edges[-1] <= tokens if edges is None else known.edges == edges):
         return known
-    if cu_seqlens_cpu is not None:
-        _check_host(cu_seqlens_cpu, cu_seqlens)
-    edges = tuple((cu_seqlens if host is None else host).tolist())  # values on the host cost nothing to read again
-    if known is not None and known.edges == edges and edges[-1] <= tokens:
-        return known
-    ordered = all(start <= end for start, end in pairwise(edges))
-    if edges[0] != 0 or edges[-1] > tokens or not ordered:
-        raise CallError(f"cu_seqlens is {_short(edges)}; accepted: from 0, never back, and not beyond T = {tokens}")
-    sequences = Sequences(edges, cu_seqlens)
+    sequences = Sequences(_checked(cu_seqlens, tokens) if edges is None else edges, cu_seqlens)
     if version is not None and cu_seqlens_cpu is None:
         _memory.put(cu_seqlens, version, sequences)
     return sequences
+
+
+def _checked(values: Tensor, tokens: int) -> tuple[int, ...]:
+    edges = values.tolist()
+    if edges[0] != 0 or edges[-1] > tokens or edges != sorted(edges):
+        raise CallError(f"cu_seqlens is {_short(edges)}; accepted: from 0, never back, and not beyond T = {tokens}")
+    return tuple(edges)
 
 
 def _check_host(cu_seqlens_cpu: object, cu_seqlens: Tensor) -> None:
@@ -103,7 +113,7 @@ def _check_host(cu_seqlens_cpu: object, cu_seqlens: Tensor) -> None:
         raise CallError(f"cu_seqlens_cpu is {list(cu_seqlens_cpu.shape)}; accepted: {wanted}")
 
 
-def _short(edges: tuple[int, ...]) -> str:
+def _short(edges: list[int]) -> str:
     if len(edges) <= 8:
-        return str(list(edges))
+        return str(edges)
     return f"[{', '.join(map(str, edges[:4]))}, …, {', '.join(map(str, edges[-2:]))}]"

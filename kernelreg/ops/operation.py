@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kernelreg.errors import ConfigurationError, unknown_name
+from kernelreg.errors import UnknownOperationError, unknown_name
 from kernelreg.ops.tolerances import GDN_TOLERANCES, Tolerance
 from kernelreg.reasons import Reason, ReasonCode
 
@@ -105,13 +105,13 @@ def operations() -> tuple[Operation, ...]:
     return _OPERATIONS
 
 
-def operation_named(name: str) -> Operation:
+def operation_named(name: object) -> Operation:
     """The operation of that name or alias.
 
     Raises:
-        ConfigurationError: there is none; names the nearest.
+        UnknownOperationError: there is none; names the nearest.
     """
-    found = _BY_NAME.get(name)
+    found = _BY_NAME.get(name) if isinstance(name, str) else None
     if found is None:
-        raise ConfigurationError(unknown_name("operation", name, _BY_NAME))
+        raise UnknownOperationError(unknown_name("operation", name, _BY_NAME))
     return found

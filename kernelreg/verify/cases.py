@@ -206,8 +206,7 @@ class _Maker:
                 yield case(f"K = {K}, V = {V}, state_v_first", head_dim_k=K, head_dim_v=V, state_v_first=True)
         yield case("CUDA graph, dense, replayed on other data", capture=True)
         yield case("CUDA graph, varlen, other edges", packed, packed=True, capture=True, other_lengths=packed[::-1])
-        if self.operation == "gdn.chunk":
-            yield from self._gradients()
+        yield from self._gradients()
 
     def _gradients(self) -> Iterator[Case]:
         def case(name: str, lengths: tuple[int, ...] = (self.sizes.tokens,), **changes: Any) -> Case:

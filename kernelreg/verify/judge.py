@@ -66,7 +66,8 @@ def judge(case: Case, backend: str, device: str) -> Outcome:
     except _WrongError as error:
         return Outcome(**told, status="wrong", reason=str(error))
     except Exception as error:  # whatever a library raises here should have been a reason
-        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        cause = error.__cause__ if isinstance(error, kernelreg.KernelFailedError) else error
+        text = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
         return Outcome(**told, status="wrong", reason=f"unexplained {text[:300]}")
     if broken:
         return Outcome(**told, status="wrong", reason="the contract is broken, and no CallError says so")

@@ -16,8 +16,8 @@ import msgspec
 from kernelreg._version import __version__
 from kernelreg.decoding import decode_json, read_bytes
 from kernelreg.errors import KernelregError
+from kernelreg.findings import Finding
 from kernelreg.machine.model import Facts
-from kernelreg.quarantine import Finding
 from kernelreg.verify.outcome import Outcome
 
 
@@ -45,6 +45,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 like = {name for name in _alike(each.device, facts) if (name, *case) not in judged}
                 found.append(_finding(each, frozenset({each.device, *like}), self.outcomes, self.date))
         return tuple(found)
+
+    def trusting(self, backend: str | None) -> Record:
+        """This record without what was wrong: of one backend, or (None) of all."""
+        kept = tuple(each for each in self.outcomes if each.status != "wrong" or backend not in (None, each.backend))
+        return msgspec.structs.replace(self, outcomes=kept)
 
     def with_run(self, outcomes: tuple[Outcome, ...], date: str) -> Record:
         """This record with a run's outcomes in place of what was known of the same cases.
@@ -112,9 +117,7 @@ def load_record(fingerprint: str) -> Record | None:
             return None
     except OSError as error:  # a folder that this user may not search, a name that is too long
         raise KernelregError(f"{path}: {error.strerror or error}") from error
-    record = decode_json(
-        read_bytes(path, KernelregError, regular=True), Record, source=os.fspath(path), error=KernelregError
-    )
+    record = decode_json(read_bytes(path, KernelregError), Record, source=os.fspath(path), error=KernelregError)
     return record if record.kernelreg == __version__ and record.fingerprint == fingerprint else None
 
 

@@ -47,32 +47,38 @@ def run_backend(task: Task, limit: float, total: int, told: Callable[[Outcome], 
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
             late = time.monotonic() >= deadline
-        if late or started is not None or len(outcomes) == before:
+        unheard = started is None and len(outcomes) == before
+        if late or started is not None or unheard:
             cause = f"not done after {limit:g} s" if late else _death(child.returncode, errors)
             outcomes.append(_lost(task, started, cause))
             told(outcomes[-1])
-        if late:
+        if late or unheard:  # what dies before its first case, as where torch cannot be imported, dies each time
             break
     return outcomes
 
 
 @contextlib.contextmanager
 def _child(task: Task) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
-    """A running child, ended on the way out, and its last words (once it has ended)."""
+    """A running child, ended on the way out, and its last words (once it has ended).
+
+    Its standard input stays open until then: where it closes earlier, this process has died, and the child ends itself.
+    """
     words: list[str] = []
-    with TemporaryFile() as stderr:
-        child = subprocess.Popen(
+    with (
+        TemporaryFile() as stderr,
+        subprocess.Popen(
             alike("kernelreg.verify.child"),
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,
-        )
+        ) as child,
+    ):
         try:
             if child.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
-                    child.stdin.write(msgspec.json.encode(task))
-                    child.stdin.close()
+                    child.stdin.write(msgspec.json.encode(task) + b"\n")
             yield child, words
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
