@@ -220,6 +220,8 @@ def small_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(session, "discover", lambda plugins: base)
     monkeypatch.setattr(session, "detect", detect)
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "")  # as good as unset, and put back whatever the threads leave there
     kernelreg.refresh()
     yield
     monkeypatch.undo()
