@@ -162,8 +162,8 @@ def evidence(command: str, rows: list[Row], tests: int, failed: int) -> list[str
         f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions or 'no kernel library'}.",
         "",
         f"{tests} tests, {failed} failed; {len(rows) - refused - wrong} right or as it should be, {refused} refused "
-        f"with a reason, {wrong} wrong. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states / gradients of q, k, "
-        "v, g, beta, the initial state, A_log and dt_bias.",
+        f"with a reason, {wrong} wrong. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states "
+        "/ gradients of q, k, v, g, beta, the initial state, A_log and dt_bias.",
     ]
     if worst.worst_part:
         lines[-1] += (
