@@ -445,7 +445,7 @@ def test_nothing_of_a_child_outlives_the_command(verify: Any, tmp_path: Path, nu
         stderr=subprocess.PIPE,
         preexec_fn=partial(
             signal.signal, signal.SIGHUP, signal.SIG_DFL
-        ),  # under nohup it would be ignored, and rightly
+        ),  # nohup ignores it
     )
     try:
         wait(b"x")
