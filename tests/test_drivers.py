@@ -173,6 +173,27 @@ CASES = [
         ("nvml: no such thing",),
         pynvml="raise ImportError('no such thing')",
     ),
+    Case(
+        "NVML's library ends the process that loads it",
+        (*ONE, rule("loadNvml", "crash")),
+        "aa11",
+        ("nvml: the library ended its process: SIGSEGV",),
+    ),
+    Case(
+        "NVML's library hangs the process that loads it",
+        (*ONE, rule("loadNvml", "hang")),
+        "aa11",
+        ("nvml: no answer within 0.3 s",),
+        hangs=("nvml",),
+    ),
+    Case(
+        "NVML that prints without end",
+        (*ONE, rule("nvmlInitWithFlags", "babble")),
+        "aa11",
+        ("nvml: no answer within 0.3 s",),
+        hangs=("nvml",),
+    ),
+    Case("NVML that leaves a process behind", (*ONE, rule("nvmlInitWithFlags", "helper")), "aa11"),
     Case("NVML that prints", (*ONE, rule("nvmlInitWithFlags", "print")), "aa11"),
     Case("NVML that does not shut down", (*ONE, rule("nvmlShutdown", 999)), "aa11"),
     Case(
@@ -236,6 +257,20 @@ CASES = [
         ("nvml: no answer within 0.3 s", "cuda-driver: no answer within 0.3 s"),
         hangs=("nvml", "cuda"),
     ),
+    Case(
+        "the CUDA driver's library ends the process that loads it",
+        (*ONE, rule("loadCuda", "crash")),
+        "",
+        ("cuda-driver: the library ended its process: SIGSEGV; CUDA sees none of NVML's 1 card",),
+    ),
+    Case(
+        "the CUDA driver's library hangs the process that loads it",
+        (*ONE, rule("loadCuda", "hang")),
+        "",
+        ("cuda-driver: no answer within 0.3 s; CUDA sees none of NVML's 1 card",),
+        hangs=("nvml",),
+    ),
+    Case("a CUDA driver that leaves a process behind", (*MIXED, rule("cuInit", "helper")), "bb22 aa11"),
     Case("a CUDA driver that prints", (*MIXED, rule("cuInit", "print")), "bb22 aa11"),
     Case(
         "a CUDA driver that sees no card",

@@ -24,7 +24,7 @@ from kernelreg.asking import NoAnswerError
 from kernelreg.cli import main
 from kernelreg.descriptor import load_descriptor
 from kernelreg.faults import fault_of
-from kernelreg.imports import Adapter, import_adapter
+from kernelreg.imports import Adapter, Imported, import_adapter
 from kernelreg.registry import discover
 from kernelreg.session import session
 from tests import machines
@@ -408,8 +408,13 @@ def test_a_child_that_cannot_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) 
         "import os; os.write(1, b'{\"reason\": null}\\n')",
         "import atexit, time; atexit.register(lambda: time.sleep(1e6))",
         "import sys; sys.modules['kernelreg.adapters'] = sys.modules['msgspec'] = None",
+        "import signal\nfor each in set(signal.Signals) - {9, 19}: signal.signal(each, signal.SIG_IGN)",
+        "import sys; sys.modules[__name__] = None",
     ],
-    ids=["its streams", "all files", "no streams", "its group", "a child left", "output", "an answer", "at exit", "us"],
+    ids=[
+        *("its streams", "all files", "no streams", "its group", "a child left", "output", "an answer", "at exit", "us"),
+        *("signals", "itself"),
+    ],
 )
 def test_an_adapter_that_attacks_the_child_gives_an_answer_or_a_reason(code: str, site: Path, tmp_path: Path) -> None:
     if "setsid" in code:  # one that leaves the group cannot be ended with it: it ends itself
@@ -417,6 +422,14 @@ def test_an_adapter_that_attacks_the_child_gives_an_answer_or_a_reason(code: str
     name = install_hostile(site, "attack", Hostile(code, None, ""))
     found = import_adapter(name, Adapter(module=f"{name}.adapter", functions=("run",)), limit=60)
     assert found.reason is None or found.reason.code in ("probe-error", "import-error")
+
+
+def test_an_adapter_that_doubles_the_child_is_heard_once(site: Path) -> None:
+    """Both answer. The first waits until the second has, so that both answers are there to be read."""
+    code = "import os\nif os.fork():\n    os.wait()"
+    name = install_hostile(site, "double", Hostile(code, None, ""))
+    found = import_adapter(name, Adapter(module=f"{name}.adapter", functions=("run",)))
+    assert found == Imported(backend=name)
 
 
 # -- the docs ----------------------------------------------------------------------------------------------------------

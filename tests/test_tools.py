@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +96,9 @@ def test_a_cuda_home_without_nvcc_is_a_problem_and_the_next_place_is_looked_at(
         ("exit 1", 0o755, "printed no release (exit code 1)"),
         (RELEASE, 0o644, "does not run: Permission denied"),
         ("exec sleep 60", 0o755, "did not answer within 0 s"),
+        ("sleep 60; true", 0o755, "did not answer within 0 s"),
+        ("yes; sleep 60", 0o755, "did not answer within 0 s"),
+        ("yes >&2; sleep 60", 0o755, "did not answer within 0 s"),
     ],
 )
 def test_an_nvcc_that_gives_no_version_is_there_with_a_problem(
@@ -106,3 +111,36 @@ def test_an_nvcc_that_gives_no_version_is_there_with_a_problem(
     assert [problem.source for problem in problems] == ["nvcc"]
     assert str(path) in problems[0].error
     assert said in problems[0].error
+
+
+def test_an_nvcc_that_leaves_a_process_behind_is_heard_and_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, nvcc: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It starts a helper, as wrappers of compilers do, which keeps its output open."""
+    monkeypatch.setattr(tools, "NVCC_SECONDS", 1e9)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    path = nvcc("home", f"{{ echo up; sleep 600; }} >'{pipe}' & {{ sleep 600; }} & {RELEASE}")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        found, problems = detect_tools({"CUDA_HOME": os.fspath(path.parents[1])})
+        assert (found, problems) == ({"nvcc": Tool(path=str(path), version="12.8")}, [])
+        os.set_blocking(reader, True)
+        while os.read(reader, 1 << 10):  # until the helper is gone
+            pass
+    finally:
+        os.close(reader)
+
+
+def test_what_prints_without_end_fills_no_memory() -> None:
+    script = """
+import resource, sys
+from kernelreg.children import run
+resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+for where in ("1", "2"):
+    ended = run(["sh", "-c", f"yes >&{where}"], 1.0)
+    assert ended.code is None
+    assert len(ended.printed) <= 1 << 22
+    assert len(ended.words) <= 1 << 14
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

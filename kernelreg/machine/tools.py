@@ -6,10 +6,10 @@ import importlib.metadata
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kernelreg.children import run
 from kernelreg.machine.model import Problem, Tool
 
 #: Seconds that ``nvcc --version`` may take: a cold network file system, not a hang.
@@ -64,20 +64,12 @@ def _is_file(path: Path) -> bool:
 def _version(path: Path) -> tuple[str | None, str | None]:
     """The release that the binary prints, or what kept it from printing one."""
     try:
-        done = subprocess.run(
-            [os.fspath(path), "--version"],
-            capture_output=True,
-            timeout=NVCC_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired:
+        done = run([os.fspath(path), "--version"], NVCC_SECONDS)
+    except (OSError, ValueError) as error:
+        return None, f"{path} does not run: {getattr(error, 'strerror', None) or error}"
+    if done.code is None:
         return None, f"{path} --version did not answer within {NVCC_SECONDS:.0f} s"
-    except OSError as error:
-        return None, f"{path} does not run: {error.strerror or error}"
-    found = _RELEASE.search(done.stdout)
+    found = _RELEASE.search(done.printed.decode("utf-8", "replace"))
     if found is None:
-        return None, f"{path} --version printed no release (exit code {done.returncode})"
+        return None, f"{path} --version printed no release (exit code {done.code})"
     return found[1], None
