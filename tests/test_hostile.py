@@ -425,8 +425,8 @@ def test_an_adapter_that_attacks_the_child_gives_an_answer_or_a_reason(code: str
 
 
 def test_an_adapter_that_doubles_the_child_is_heard_once(site: Path) -> None:
-    """Both answer. The first waits until the second has, so that both answers are there to be read."""
-    code = "import os\nif os.fork():\n    os.wait()"
+    """As after a fork both answer; here both answers come at once."""
+    code = "import os\nwrite = os.write\nos.write = lambda file, data: write(file, data + data) // 2"
     name = install_hostile(site, "double", Hostile(code, None, ""))
     found = import_adapter(name, Adapter(module=f"{name}.adapter", functions=("run",)))
     assert found == Imported(backend=name)
