@@ -77,6 +77,18 @@ def test_where_nothing_names_an_nvcc_the_usual_place_is_looked_at(
     assert detect_tools({"PATH": ""}) == ({"nvcc": Tool(path=str(usual), version="12.8")}, [])
 
 
+def test_a_wheel_of_nvcc_whose_files_cannot_be_listed_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nvcc: Callable[..., Path]
+) -> None:
+    (install(tmp_path, "nvidia-cuda-nvcc") / "RECORD").write_bytes(b"\xff\xfe,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    usual = nvcc("usual")
+    monkeypatch.setattr(tools, "_DEFAULT", usual)
+    found, (problem,) = detect_tools({"PATH": ""})
+    assert found == {"nvcc": Tool(path=str(usual), version="12.8")}
+    assert problem.error.startswith("the files of nvidia-cuda-nvcc: UnicodeDecodeError: ")
+
+
 @pytest.mark.parametrize("home", ["missing", "x" * 5000], ids=["missing", "too long"])
 def test_a_cuda_home_without_nvcc_is_a_problem_and_the_next_place_is_looked_at(
     tmp_path: Path, nvcc: Callable[..., Path], home: str

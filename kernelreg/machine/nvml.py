@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from kernelreg.faults import fault_of
 from kernelreg.machine.child import NoAnswerError, answer_of
 from kernelreg.machine.cuda_driver import LIBRARY as CUDA_LIBRARY
 from kernelreg.machine.cuda_driver import cuda_version
@@ -96,8 +97,8 @@ def _folder_of_pynvml() -> Path:
     """
     try:
         spec = importlib.util.find_spec("pynvml")
-    except (ImportError, ValueError) as error:
-        raise NoAnswerError(f"pynvml: {error}") from error
+    except BaseException as error:  # other people's finders
+        raise NoAnswerError(f"pynvml: {fault_of(error)}") from error
     if spec is None or spec.origin is None:
         raise NoAnswerError("nvidia-ml-py is not installed; fix: pip install nvidia-ml-py")
     origin = Path(spec.origin)
