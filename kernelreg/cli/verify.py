@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, on_terminal, seconds, write
+from kernelreg.cli._shared import complain, console, on_terminal, seconds, write
 from kernelreg.errors import ConfigurationError, KernelregError, encodable, unknown_name
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
@@ -174,7 +174,7 @@ def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str | None:
     try:
         return encodable(str(save_record(record.with_run(outcomes, date))))
     except KernelregError as error:
-        print(f"kernelreg: the results are not kept: {error}", file=sys.stderr)
+        complain(f"the results are not kept: {error}")
         return None
 
 
