@@ -1,0 +1,59 @@
+"""The inputs that are kept in the repository, and which ones of a run are worth it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.fuzz.limits import attempt, name_of
+
+HERE = Path(__file__).parent
+#: Inputs that once failed, each since its fix, by target.
+FAILED = HERE / "corpus"
+#: A few inputs that reach every line of kernelreg that the fuzzer reached, by target.
+SEEDS = HERE / "seeds"
+
+
+def kept(folder: Path, target: str) -> list[bytes]:
+    """What is kept for a target."""
+    return [path.read_bytes() for path in sorted((folder / target).glob("*"))]
+
+
+def keep(folder: Path, target: str, inputs: Iterable[bytes]) -> None:
+    """Write inputs under their hashes."""
+    for data in inputs:
+        path = folder / target / name_of(data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def cover(run: Callable[[bytes], None], inputs: Iterable[bytes]) -> list[bytes]:
+    """The short inputs first, those that reach a line of kernelreg which none before them did."""
+    chosen, reached = [], set[tuple[str, int]]()
+    for data in sorted(inputs, key=lambda each: (len(each), each)):
+        lines = _lines(run, data)
+        if not lines <= reached:
+            chosen.append(data)
+            reached |= lines
+    return chosen
+
+
+def _lines(run: Callable[[bytes], None], data: bytes) -> set[tuple[str, int]]:
+    lines: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        file = frame.f_code.co_filename
+        if "kernelreg" not in file or "tests" in file:
+            return None
+        lines.add((file, frame.f_lineno))
+        return trace
+
+    sys.settrace(trace)
+    try:
+        attempt(run, data)
+    finally:
+        sys.settrace(None)
+    return lines
