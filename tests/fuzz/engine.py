@@ -17,13 +17,13 @@ import msgspec
 
 with atheris.instrument_imports(include=["kernelreg", "packaging", "tomllib"], enable_loader_override=False):
     from tests.fuzz.limits import Failure, attempt, minimised
-    from tests.fuzz.mutate import by_tokens, inflated
+    from tests.fuzz.mutate import by_tokens, by_tree, inflated
     from tests.fuzz.targets import TARGETS, Target
 
 #: Bytes of an input while coverage guides; short ones cover the same code many times faster.
 GUIDED_BYTES = 4096
 #: One execution in so many is of an input made as long as the target ever gets one; one in so many counts memory.
-INFLATED_ONE_IN, MEMORY_ONE_IN = 20_000, 10_000
+INFLATED_ONE_IN, MEMORY_ONE_IN = 2_000, 1_000
 #: Address space beyond what this process has at its start.
 SPACE_BYTES = 2 << 30
 
@@ -69,14 +69,16 @@ class Engine:
             self._keep(attempt(self.target.run, large[: self.target.longest]))
         if result.executions >= self.wanted:
             self.end()
-        elif result.executions % INFLATED_ONE_IN < 2:
+        elif result.executions % (10 * INFLATED_ONE_IN) < 2:
             self.write()
 
     def mutate(self, data: bytes, longest: int, seed: int) -> bytes:
-        """Half of the inputs come from libFuzzer's own mutations of bytes, half from the grammar's words."""
+        """Half of the inputs come from libFuzzer's own mutations of bytes, half from those that know the grammar."""
         if seed & 1:
             return bytes(atheris.Mutate(data, longest))
-        return by_tokens(data, longest, random.Random(seed), self.words)
+        rng = random.Random(seed)
+        tree = by_tree(data, rng, self.words) if self.target.json and seed & 2 else None
+        return by_tokens(data, longest, rng, self.words) if tree is None or len(tree) > longest else tree
 
     def end(self) -> None:
         """Make what failed small."""

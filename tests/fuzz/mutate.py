@@ -1,10 +1,13 @@
-"""New inputs from old ones: by tokens with the grammar's words, and by making one piece very long."""
+"""New inputs from old ones: by tokens and by trees with the grammar's words, and by making one piece very long."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
 
 _TOKEN = re.compile(rb"\w+|\s+|[^\w\s]", re.DOTALL)
 
@@ -44,3 +47,54 @@ def inflated(data: bytes, longest: int, rng: random.Random) -> bytes:
     after = b"".join(tokens[place + 1 :]) if rng.random() < 0.7 else b""
     times = max(1, (longest - len(before) - len(after)) // len(piece))
     return (before + piece * times + after)[:longest]
+
+
+def by_tree(data: bytes, rng: random.Random, words: Sequence[bytes]) -> bytes | None:
+    """JSON that stays JSON: one value replaced by a word, a number or another's, taken out, doubled, or put inside."""
+    try:
+        return _changed([msgspec.json.decode(data)], rng, words)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _changed(root: list[Any], rng: random.Random, words: Sequence[bytes]) -> bytes:
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        places = list(_places(root))
+        holder, key = rng.choice(places)
+        other_holder, other_key = rng.choice(places)
+        match rng.randrange(6):
+            case 0:
+                holder[key] = _word(rng, words)
+            case 1:
+                holder[key] = msgspec.json.decode(msgspec.json.encode(other_holder[other_key]))  # it may hold this one
+            case 2 if holder is not root:
+                del holder[key]
+            case 3 if isinstance(holder, dict):
+                holder[str(_word(rng, words))] = holder.pop(key)
+            case 4:
+                holder[key] = [holder[key]]
+            case _ if isinstance(holder[key], str):
+                holder[key] = by_tokens(holder[key].encode(), 1000, rng, words).decode(errors="replace")
+            case _:
+                holder[key] = rng.choice((None, True, 0, -1, 2**63, 2**64, 10**30, 0.5, 1e308, "", [], {}))
+    return msgspec.json.encode(root[0])
+
+
+def _word(rng: random.Random, words: Sequence[bytes]) -> object:
+    """A word as the value that it writes, or else as a text."""
+    word = rng.choice(words)
+    try:
+        return msgspec.json.decode(word)
+    except (ValueError, RecursionError):
+        return word.decode(errors="replace")
+
+
+def _places(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Where a value stands: what holds it, and under which key."""
+    below = [root]
+    while below:
+        holder = below.pop()
+        for key in holder if isinstance(holder, dict) else range(len(holder)):
+            yield holder, key
+            if isinstance(holder[key], (dict, list)):
+                below.append(holder[key])

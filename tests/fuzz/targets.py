@@ -7,6 +7,7 @@ is checked where a second way to it exists: what was read is written, and reads 
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class Target:
         words: pieces of the grammar that mutation puts in.
         seeds: texts to begin from.
         share: of all executions, in parts: quick targets take most.
+        json: whether the text is JSON.
         longest: bytes that the reader is ever given: its own limit, or what an environment may hold.
     """
 
@@ -65,6 +67,7 @@ class Target:
     seeds: Callable[[], list[bytes]] = field(repr=False)
     longest: int
     share: int
+    json: bool = False
 
 
 def _text(data: bytes) -> str:
@@ -199,6 +202,14 @@ def run_environment(data: bytes) -> None:
     _check(all(str(each) for each in errors), "every error says something")
     _check(set(policy.disable + policy.prefer) <= set(_KNOWN), "only known names")
     _check(all(each.startswith("unknown environment variable") for each in warnings), "warnings are of names")
+    path = environ.get("KERNELREG_FACTS", "")
+    if path and not os.path.lexists(path):
+        try:
+            Facts.load(path)
+        except FactsError:
+            pass
+        else:
+            raise AssertionError("facts from a file that is not there")
     if policy.origin:
         _told(_small(), _machines()[0], make_call("gdn", "cuda:0"), policy)
 
@@ -225,6 +236,8 @@ def run_call(data: bytes) -> None:
     operation, device, *options = (_text(data) + "\n").split("\n")
     said: dict[str, Any] = {}
     for name, _, value in (line.partition("=") for line in options if line):
+        if name in ("operation", "device"):
+            continue  # said already
         said[name] = int(value) if re.fullmatch(r"-?[0-9]{1,4000}", value) else value
         if name == "features":
             said[name] = value.split(",")
@@ -351,6 +364,7 @@ _ALL = (
         seeds=_tables,
         longest=DESCRIPTOR_BYTES,
         share=8,
+        json=True,
     ),
     Target(
         name="facts",
@@ -359,6 +373,7 @@ _ALL = (
         seeds=_files("tests/facts/*.json"),
         longest=FILE_BYTES,
         share=5,
+        json=True,
     ),
     Target(
         name="resolution",
@@ -367,6 +382,7 @@ _ALL = (
         seeds=_resolutions,
         longest=FILE_BYTES,
         share=15,
+        json=True,
     ),
     Target(
         name="record",
@@ -375,6 +391,7 @@ _ALL = (
         seeds=_texts(_RECORD),
         longest=FILE_BYTES,
         share=20,
+        json=True,
     ),
     Target(
         name="environment",
