@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kernelreg._version import __version__
 
 if TYPE_CHECKING:
+    from kernelreg.agreement import Agreement
     from kernelreg.api import (
         facts,
         make_policy,
@@ -33,16 +34,20 @@ if TYPE_CHECKING:
         KernelFailedError,
         KernelregError,
         NoBackendError,
+        RanksError,
+        RanksTimeoutError,
     )
     from kernelreg.findings import Finding, Quarantine
     from kernelreg.machine import Facts
     from kernelreg.policy import Policy
+    from kernelreg.ranks import agree
     from kernelreg.reasons import Reason, ReasonCode
     from kernelreg.resolution import Resolution
     from kernelreg.resolver import Candidate
     from kernelreg.together import JointResolution
 
 _HOME = {
+    "kernelreg.agreement": ("Agreement",),
     "kernelreg.api": (
         "facts",
         "make_policy",
@@ -65,10 +70,13 @@ _HOME = {
         "KernelFailedError",
         "KernelregError",
         "NoBackendError",
+        "RanksError",
+        "RanksTimeoutError",
     ),
     "kernelreg.findings": ("Finding", "Quarantine"),
     "kernelreg.machine": ("Facts",),
     "kernelreg.policy": ("Policy",),
+    "kernelreg.ranks": ("agree",),
     "kernelreg.reasons": ("Reason", "ReasonCode"),
     "kernelreg.resolution": ("Resolution",),
     "kernelreg.resolver": ("Candidate",),
@@ -78,6 +86,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AdapterError",
+    "Agreement",
     "Call",
     "CallError",
     "Candidate",
@@ -93,10 +102,13 @@ __all__ = [
     "NoBackendError",
     "Policy",
     "Quarantine",
+    "RanksError",
+    "RanksTimeoutError",
     "Reason",
     "ReasonCode",
     "Resolution",
     "__version__",
+    "agree",
     "facts",
     "make_policy",
     "on_resolve",

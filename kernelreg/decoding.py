@@ -32,6 +32,14 @@ _MAX_PARTS = 64
 #: A text of one line without characters that move a terminal's cursor or hide what follows: it is shown, and pasted.
 ONE_LINE = r"^(?![\s\S]*[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff])"
 
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_KINDS = {
+    stat.S_ISDIR: "a directory",
+    stat.S_ISFIFO: "a named pipe",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISSOCK: "a socket",
+}
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*)`")
 _UNKNOWN_VALUE = re.compile(r"Invalid enum value '?(?P<value>.*?)'?$")
 _PATH = re.compile(r" - at (?P<key>`key` in )?`(?P<path>[^`]*)`$")
@@ -49,34 +57,35 @@ _DOTTED = re.compile(rf"(?<![\w-])(?:[\w-]+[ \t]*\.[ \t]*){{{_MAX_PARTS}}}")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
-def read_bytes(path: Path, error: type[KernelregError], *, limit: int = MAX_BYTES, regular: bool = False) -> bytes:
+def read_bytes(path: Path, error: type[KernelregError], *, limit: int = MAX_BYTES) -> bytes:
     """The file's bytes.
 
     Args:
         limit: how many bytes it may have.
-        regular: refuse pipes and devices, which may never end, instead of waiting for them.
 
     Raises:
-        error: the file cannot be read, or is larger; names the file and the cause.
+        error: the file cannot be read, is no regular file (a pipe may never answer, a device never ends), or is
+            larger; names the file and the cause.
     """
     try:
-        with open(path, "rb", opener=_opened_at_once if regular else None) as file:
-            fits = not regular or stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            data = file.read(limit + 1) if fits else b""
+        _check_regular(path.stat().st_mode)
+        # Not blocking, for what takes the file's place between the look and the opening.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NONBLOCK)) as file:
+            _check_regular(os.fstat(file.fileno()).st_mode)
+            data = file.read(limit + 1) or b""
     except (OSError, ValueError) as cause:
         text = getattr(cause, "strerror", None) or str(cause)
         raise error(f"{path}: {text}") from cause
-    if not fits:
-        raise error(f"{path}: a pipe or a device, not a regular file")
     if len(data) > limit:
         size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit >> 10} KiB"
         raise error(f"{path}: larger than {size}, which no such file is")
     return data
 
 
-def _opened_at_once(path: str, flags: int) -> int:
-    """A file descriptor, without waiting for the other end of a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "something else")
+        raise ValueError(f"{kind}, not a regular file")
 
 
 def decode_toml(data: bytes, kind: type[T], *, source: str, error: type[KernelregError]) -> T:

@@ -378,7 +378,7 @@ def load_descriptor(path: str | os.PathLike[str]) -> Descriptor:
     Raises:
         DescriptorError: names the file, the key and what is accepted there.
     """
-    data = read_bytes(Path(path), DescriptorError, limit=MAX_BYTES, regular=True)
+    data = read_bytes(Path(path), DescriptorError, limit=MAX_BYTES)
     return decode_toml(data, Descriptor, source=os.fspath(path), error=DescriptorError)
 
 

@@ -57,7 +57,7 @@ class Dispatcher:
         self.known = {}
 
     def buckets(self) -> tuple[Buckets, Buckets]:
-        """The buckets of tokens and of sequences. A key holds the pair too: other backends tell other sizes."""
+        """The buckets of tokens and of sequences. They lead a key: those of other backends tell other sizes."""
         found = self._buckets
         if found is None:
             with session.steady():

@@ -68,6 +68,26 @@ class NoBackendError(KernelregError, RuntimeError):
         return type(self), (str(self), self.resolution)
 
 
+class RanksError(KernelregError, RuntimeError):
+    """The ranks of a process group could not agree. ``ranks`` are those that differ, failed or did not answer."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[type[RanksError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class RanksTimeoutError(RanksError, TimeoutError):
+    """Not every rank of a process group answered by the time limit; ``ranks`` are those that did not."""
+
+
+def encodable(text: str) -> str:
+    """The text with a question mark for what UTF-8 has no word for: the stray bytes of a path or a variable."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def several(said: str, value: object, accepted: str) -> list[Any]:
     """What is in a list, set or the like that a person gave. A string is one thing, and not its letters.
 

@@ -278,3 +278,11 @@ def test_a_fault_of_ours_is_one_line_and_the_log_says_where(command: str) -> Non
         assert done.returncode == 1
         assert "kernelreg: unexpected KeyError: 'nothing'" in done.stderr
         assert ("Traceback" not in done.stderr) is (len(done.stderr.splitlines()) == lines)
+
+
+@pytest.mark.parametrize("words", [("doctor", "--ranks"), ("doctor", "--deep"), ("verify",)])
+@pytest.mark.parametrize("limit", ["-1", "0", "soon", "nan", "inf"])
+def test_a_limit_is_a_number_of_seconds(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], limit: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, f"--limit={limit}"])
+    assert f"{limit}; accepted: seconds" in capsys.readouterr().err

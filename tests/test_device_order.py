@@ -1,4 +1,4 @@
-"""In which order devices are numbered: when the CUDA driver is asked for it, and what becomes of its silence."""
+"""What torch has initialised is what counts, and a driver's child process that answers nonsense is a problem."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,12 @@ import msgspec
 import pytest
 
 from kernelreg.children import alone
-from kernelreg.machine import Device, Driver, Problem, cuda_driver, devices
+from kernelreg.machine import Device, Driver, Problem, child, cuda_driver, devices, nvml
 from kernelreg.machine.cuda_driver import read_cuda_driver
 from kernelreg.machine.devices import detect_devices
-from kernelreg.machine.nvml import Reading
+from kernelreg.machine.nvml import Reading, read_nvml
+from kernelreg.machine.torch_devices import current_index, initialised_accelerator
 from kernelreg.machine.visible import Card
-
-Answer = tuple[Driver | None, tuple[Device, ...] | None, list[Problem]]
 
 RTX = Device(
     index=0,
@@ -34,131 +34,135 @@ RTX = Device(
     memory_bytes=34190917632,
     multiprocessors=170,
 )
-H100 = msgspec.structs.replace(
-    RTX, name="H100", uuid="GPU-b2", pci_bus_id="00000000:02:00.0", compute_capability="9.0", memory_bytes=85520809984
-)
 TWIN = msgspec.structs.replace(RTX, uuid="GPU-b3", pci_bus_id="00000000:03:00.0")
-NVML_DRIVER, CUDA_DRIVER = Driver(version="570.1", cuda="12.8"), Driver(cuda="12.8")
-SILENT: Answer = (None, None, [Problem(source="cuda-driver", error="no answer")])
+DRIVER = Driver(version="570.1", cuda="12.8")
 NO_NVML = Problem(source="nvml", error="not found")
+NO_CUDA = Problem(source="cuda-driver", error="not found")
+
+
+# -- torch -----------------------------------------------------------------------------------------------------
+
+
+class Properties:
+    """What torch says of an RTX 5090, or of another device."""
+
+    def __init__(self, **values: Any) -> None:
+        rtx = {"name": "RTX 5090", "major": 12, "minor": 0, "total_memory": 7, "multi_processor_count": 170}
+        vars(self).update({**rtx, **values})
+
+
+def torch_with(kind: str, *properties: Properties, cuda: str | None = None, hip: str | None = None) -> SimpleNamespace:
+    """A torch module that has initialised these devices."""
+
+    def properties_of(index: int) -> Properties:
+        if not vars(properties[index]):
+            raise RuntimeError("the device is lost")
+        return properties[index]
+
+    accelerator = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: len(properties),
+        current_device=lambda: len(properties) - 1,
+        get_device_properties=properties_of,
+    )
+    return SimpleNamespace(**{kind: accelerator}, version=SimpleNamespace(__version__="2.9.0", cuda=cuda, hip=hip))
 
 
 @pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Sets what NVML, the CUDA driver and torch answer; gives the list of whom of the latter two was asked."""
+def sources(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets NVML's cards, a CUDA driver that is not there, and what torch has initialised."""
 
-    def answer(cards: tuple[Card, ...] | None, driver: Answer = SILENT, torch: tuple[Device, ...] = ()) -> list[str]:
-        asked: list[str] = []
-        reading = Reading(None, None, (NO_NVML,)) if cards is None else Reading(NVML_DRIVER, cards, ())
+    def answer(cards: tuple[Card, ...] | None, torch: SimpleNamespace) -> None:
+        reading = Reading(None, None, (NO_NVML,)) if cards is None else Reading(DRIVER, cards, ())
         monkeypatch.setattr(devices, "read_nvml", lambda: reading)
-
-        def read_driver() -> Answer:
-            asked.append("driver")
-            return driver
-
-        def read_torch() -> tuple[Device, ...]:
-            asked.append("torch")
-            return torch
-
-        monkeypatch.setattr(devices, "read_cuda_driver", read_driver)
-        monkeypatch.setattr(devices, "read_torch_devices", read_torch)
-        return asked
+        monkeypatch.setattr(devices, "read_cuda_driver", lambda: (None, None, [NO_CUDA]))
+        monkeypatch.setitem(sys.modules, "torch", torch)
 
     return answer
 
 
+def test_devices_that_torch_numbers_alike_are_as_nvml_tells_them(sources: Callable[..., None]) -> None:
+    sources((Card(RTX), Card(TWIN)), torch_with("cuda", Properties(uuid="b1"), Properties(uuid="b3"), cuda="12.8"))
+    assert detect_devices({}) == (DRIVER, (RTX, msgspec.structs.replace(TWIN, index=1)), [])
+    sources((Card(RTX),), torch_with("cuda", Properties(), cuda="12.8"))  # an older torch tells no UUID
+    assert detect_devices({}) == (DRIVER, (RTX,), [])
+
+
 @pytest.mark.parametrize(
-    ("cards", "environ", "expected"),
+    ("visible", "seen", "order"),
     [
-        ((Card(RTX), Card(TWIN)), {}, [(0, "GPU-b1"), (1, "GPU-b3")]),
-        ((Card(RTX), Card(TWIN)), {"CUDA_VISIBLE_DEVICES": "1"}, [(0, "GPU-b3")]),
-        ((Card(RTX), Card(H100)), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [(0, "GPU-b1"), (1, "GPU-b2")]),
-        (
-            (Card(RTX), Card(H100)),
-            {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,0"},
-            [(0, "GPU-b2"), (1, "GPU-b1")],
-        ),
-        ((), {}, []),
+        (None, ["b3", "b1"], ["GPU-b3", "GPU-b1"]),
+        ("0", ["b3"], ["GPU-b3"]),  # set when torch had read it already
+        ("0", ["b1", "b3"], ["GPU-b1", "GPU-b3"]),
     ],
 )
-def test_where_only_the_bus_can_be_the_order_nobody_else_is_asked(
-    sources: Callable[..., list[str]],
-    cards: tuple[Card, ...],
-    environ: dict[str, str],
-    expected: list[tuple[int, str]],
+def test_devices_that_torch_numbers_otherwise_are_as_torch_numbers_them(
+    sources: Callable[..., None], visible: str | None, seen: list[str], order: list[str]
 ) -> None:
-    asked = sources(cards)
-    driver, found, problems = detect_devices(environ)
-    assert [(each.index, each.uuid) for each in found] == expected
-    assert (driver, problems, asked) == (NVML_DRIVER, [], [])
+    sources((Card(RTX), Card(TWIN)), torch_with("cuda", *(Properties(uuid=each) for each in seen), cuda="12.8"))
+    _, found, (problem,) = detect_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [each.uuid for each in found] == order
+    assert [(each.index, each.memory_bytes) for each in found] == [(i, RTX.memory_bytes) for i in range(len(order))]
+    assert problem.source == "torch"
+    assert "numbers them otherwise: cuda:0 is RTX 5090" in problem.error
 
 
-@pytest.mark.parametrize("environ", [{}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, {"CUDA_VISIBLE_DEVICES": "1,0"}])
-def test_of_different_cards_the_driver_says_the_order_and_nvml_the_rest(
-    sources: Callable[..., list[str]], environ: dict[str, str]
+@pytest.mark.parametrize(
+    ("kind", "hip", "expected"),
+    [
+        ("cuda", "6.4.43482-0f2d60242", ("rocm", "amd", "9.5")),
+        ("xpu", None, ("xpu", "intel", None)),
+        ("npu", None, ("npu", "huawei", None)),
+        ("musa", None, ("musa", "moore-threads", "3.1")),
+    ],
+)
+def test_without_a_driver_the_devices_are_those_of_a_torch_that_has_them(
+    sources: Callable[..., None], kind: str, hip: str | None, expected: tuple[str, str, str | None]
 ) -> None:
-    numbered = tuple(
-        msgspec.structs.replace(each, index=index, memory_bytes=1) for index, each in enumerate((H100, RTX))
-    )
-    asked = sources((Card(RTX), Card(H100)), (CUDA_DRIVER, numbered, []))
-    driver, found, problems = detect_devices(environ)
-    # The driver has applied CUDA_VISIBLE_DEVICES already: doing so once more would turn its order round.
-    assert found == (H100, msgspec.structs.replace(RTX, index=1))
-    assert (driver, problems, asked) == (NVML_DRIVER, [], ["driver"])
+    versions = {"rocm": {"major": 9, "minor": 5}, "musa": {"major": 3, "minor": 1}}
+    values = {"name": "a device", "total_memory": 7, **versions.get(expected[0], {})}
+    properties = Properties()
+    vars(properties).clear()
+    vars(properties).update(values)
+    sources(None, torch_with(kind, properties, hip=hip))
+    driver, (device,), problems = detect_devices({})
+    assert (driver, problems) == (None, [NO_NVML, NO_CUDA])
+    assert (device.type, device.vendor, device.compute_capability) == expected
+    assert (device.name, device.memory_bytes) == ("a device", 7)
 
 
-def test_mig_on_some_cards_only_is_a_difference(sources: Callable[..., list[str]]) -> None:
-    instance = msgspec.structs.replace(RTX, uuid="MIG-7", memory_bytes=16 << 30, multiprocessors=16, mig=True)
-    cards = (Card(RTX, (instance,), mig_enabled=True), Card(TWIN))
-    seen = msgspec.structs.replace(RTX, uuid="GPU-7", memory_bytes=1, multiprocessors=16)
-    asked = sources(cards, (CUDA_DRIVER, (seen,), []))
-    _, found, problems = detect_devices({})
-    assert found == (instance,)
-    assert (problems, asked) == ([], ["driver"])
+def test_an_extension_in_the_place_of_cuda_is_no_cuda(sources: Callable[..., None]) -> None:
+    sources(None, torch_with("cuda", Properties(name="Ascend910B")))
+    assert detect_devices({}) == (None, (), [NO_NVML, NO_CUDA])
+    assert initialised_accelerator() is None
 
 
-def test_a_device_that_nvml_does_not_know_is_as_the_driver_says(sources: Callable[..., list[str]]) -> None:
-    stranger = msgspec.structs.replace(TWIN, uuid="GPU-unknown", memory_bytes=7)
-    sources((Card(RTX), Card(H100)), (CUDA_DRIVER, (stranger,), []))
-    assert detect_devices({})[1] == (stranger,)
+def test_a_device_that_torch_has_lost_is_a_problem(sources: Callable[..., None]) -> None:
+    lost = Properties()
+    vars(lost).clear()
+    torch = torch_with("cuda", lost, cuda="12.8")
+    sources((Card(RTX),), torch)
+    driver, found, problems = detect_devices({})
+    assert (driver, found) == (DRIVER, (RTX,))
+    assert problems == [Problem(source="torch", error="cuda devices: RuntimeError: the device is lost")]
+    assert current_index("cuda") == 0
+    torch.cuda.current_device = lambda: 1 // 0
+    assert current_index("cuda") == 0
 
 
-def test_a_silent_driver_leaves_the_bus_order_and_two_problems(sources: Callable[..., list[str]]) -> None:
-    sources((Card(RTX), Card(H100)))
-    driver, found, problems = detect_devices({"CUDA_VISIBLE_DEVICES": "1,0,9"})
-    assert [(each.index, each.name) for each in found] == [(0, "H100"), (1, "RTX 5090")]
-    assert driver == NVML_DRIVER
-    assert [each.source for each in problems] == ["cuda-driver", "cuda-order", "CUDA_VISIBLE_DEVICES"]
-    assert "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in problems[1].error
-
-
-def test_without_nvml_the_devices_are_the_drivers(sources: Callable[..., list[str]]) -> None:
-    asked = sources(None, (CUDA_DRIVER, (H100,), []))
-    assert detect_devices({"CUDA_VISIBLE_DEVICES": "7"}) == (CUDA_DRIVER, (H100,), [NO_NVML])
-    assert asked == ["driver"]
-
-
-def test_without_nvml_and_driver_the_devices_are_those_of_a_torch_that_has_them(
-    sources: Callable[..., list[str]],
-) -> None:
-    amd = Device(index=0, type="rocm", vendor="amd")
-    asked = sources(None, torch=(amd,))
-    assert detect_devices({}) == (None, (amd,), [NO_NVML, *SILENT[2]])
-    assert asked == ["driver", "torch"]
-
-
-# -- the driver's child process --------------------------------------------------------------------------------
+# -- child processes -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a script in the place of the child process, on a machine where the driver's library loads."""
-    monkeypatch.setattr(cuda_driver, "ctypes", SimpleNamespace(CDLL=lambda _: None))
-    script = tmp_path / "child.py"
-    monkeypatch.setattr(cuda_driver, "_CHILD", script)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a script in the place of both child processes, on a machine where the drivers' libraries load."""
+    for module in (cuda_driver, nvml):
+        monkeypatch.setattr(module, "check_loads", lambda _: None)
+    monkeypatch.setattr(child, "_FOLDER", tmp_path)
 
     def write(text: str) -> None:
-        script.write_text(text, encoding="utf-8")
+        for name in ("_cuda_driver_child.py", "_nvml_child.py"):
+            (tmp_path / name).write_text(text, encoding="utf-8")
 
     return write
 
@@ -168,58 +172,72 @@ def printing(value: Any) -> str:
     return f"print({json.dumps(value)!r})"
 
 
-def test_the_childs_answer_is_the_driver_and_its_devices(child: Callable[[str], None]) -> None:
-    child(printing({"cuda": 12080, "devices": msgspec.to_builtins([H100])}))
-    assert read_cuda_driver() == (CUDA_DRIVER, (H100,), [])
-
-
-def test_the_child_gets_the_librarys_name_and_runs_apart_from_the_users_packages(child: Callable[[str], None]) -> None:
-    child("import sys; sys.exit(f'{sys.argv[1]} {sys.flags.isolated} {sys.flags.no_site}')")
-    assert read_cuda_driver()[2] == [Problem(source="cuda-driver", error=f"{cuda_driver._LIBRARY} 1 1")]
+def test_a_child_runs_apart_from_the_users_packages(script: Callable[[str], None]) -> None:
+    script("import sys; sys.exit(f'{len(sys.argv)} {sys.flags.isolated} {sys.flags.no_site}')")
+    assert read_cuda_driver()[2] == [Problem(source="cuda-driver", error="3 1 1")]
+    assert read_nvml().problems == (Problem(source="nvml", error="4 1 1"),)
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("text", "said"),
     [
         ("print('junk')", "JSON is malformed"),
         ("pass", "truncated"),
         ("import sys; sys.stdout.buffer.write(b'\\xff\\x00')", "malformed"),
-        (printing({"cuda": 13000}), "missing required field `devices`"),
-        (printing({"cuda": "new", "devices": []}), "Expected `int`, got `str`"),
-        (printing({"cuda": 13000, "devices": [{"index": 0}]}), "missing required field `type`"),
+        (printing({"cuda": 13000, "driver": {"version": None, "cuda": None}}), "missing required field"),
+        (printing([]), "Expected `object`, got `array`"),
+        (printing({"cuda": 13000, "devices": [{"index": 0}], "cards": [{"device": {"index": 0}}]}), "missing required"),
         ("import sys; sys.exit(1)", "exit code 1"),
-        ("import sys; sys.exit('warning\\nCUDA driver error 100: no device')", "CUDA driver error 100: no device"),
-        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
+        ("import sys; sys.exit('warning\\nCUDA driver error 999: unknown')", "CUDA driver error 999: unknown"),
+        ("import os; os.kill(os.getpid(), 9)", "the library ended its process: SIGKILL"),
+        ("import os; os.abort()", "the library ended its process: SIGABRT"),
         ("raise SyntaxError", "SyntaxError"),
     ],
 )
-def test_a_child_that_fails_is_a_problem(child: Callable[[str], None], script: str, said: str) -> None:
-    child(script)
+def test_a_child_that_fails_is_a_problem(script: Callable[[str], None], text: str, said: str) -> None:
+    script(text)
     driver, found, (problem,) = read_cuda_driver()
     assert (driver, found, problem.source) == (None, None, "cuda-driver")
     assert said in problem.error
+    reading = read_nvml()
+    assert (reading.driver, reading.cards) == (None, None)
+    assert [each.source for each in reading.problems] == ["nvml"]
+    assert said in reading.problems[0].error
 
 
-def test_a_child_that_hangs_is_given_up(child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "DRIVER_SECONDS", 0.5)
-    child("import time; time.sleep(600)")
-    assert read_cuda_driver() == (None, None, [Problem(source="cuda-driver", error="no answer within 0 s")])
+def test_a_process_that_a_child_leaves_behind_holds_nobody_up(
+    script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "DRIVER_SECONDS", 1.0)
+    # It keeps the pipes open, in a session of its own, until it is told to end.
+    script("import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(20)\n")
+    assert read_cuda_driver()[2] == [Problem(source="cuda-driver", error="no answer within 1 s")]
 
 
-def test_a_machine_without_the_drivers_library_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read", [read_cuda_driver, lambda: [read_nvml().problems]])
+def test_a_machine_without_the_drivers_library_starts_no_child(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, read: Callable[[], Any]
+) -> None:
     def unused(*_: object, **__: object) -> None:
         raise AssertionError("a child process was started")
 
-    monkeypatch.setattr(cuda_driver, "_LIBRARY", "libno-such-driver.so.1")
-    monkeypatch.setattr(subprocess, "run", unused)
-    driver, found, (problem,) = read_cuda_driver()
-    assert (driver, found) == (None, None)
-    assert "libno-such-driver.so.1" in problem.error
+    name = "libno-such-driver.so.1"
+    monkeypatch.setattr(cuda_driver, "LIBRARY", name)
+    monkeypatch.setattr(nvml, "_LIBRARY", name)
+    monkeypatch.setattr("subprocess.Popen", unused)
+    (problem,) = read()[-1]
+    assert problem.error == f"{name}: cannot open shared object file: No such file or directory"
+    # Where WSL has put it and the loader was not told, that is what to tell.
+    monkeypatch.setattr("kernelreg.machine.library._WSL", tmp_path)
+    (tmp_path / name).touch()
+    (problem,) = read()[-1]
+    assert problem.error.endswith(f"{tmp_path} has it: put that folder on LD_LIBRARY_PATH")
 
 
 def test_a_child_that_hangs_ends_by_itself(tmp_path: Path) -> None:
     """Whoever waited for it may have been killed. Here, opening the library never ends."""
     library = tmp_path / "libcuda.so.1"
     os.mkfifo(library)
-    done = subprocess.run(alone(cuda_driver._CHILD, str(library), "0.5"), capture_output=True, check=False, timeout=60)
+    script = Path(child.__file__).with_name("_cuda_driver_child.py")
+    done = subprocess.run(alone(script, str(library), "0.5"), capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (-signal.SIGALRM, b"")

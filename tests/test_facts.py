@@ -86,6 +86,11 @@ def test_a_place_that_cannot_be_written_is_named_and_left_clean(tmp_path: Path, 
         (file_with(packages={"triton": 3.6}), "packages[...]", "Expected `str`, got `float`"),
         (file_with(schema=2), "schema", "unknown value '2'; accepted: 1"),
         (b'{"schema": 1}', "", "missing required field `platform`"),
+        (
+            file_with(devices=[{"index": i, "type": kind} for i, kind in ((1, "cuda"), (1, "xpu"), (1, "rocm"))]),
+            "",
+            "devices: two of them are cuda:1; an index names one device of a type",
+        ),
         (b"[]", "", "Expected `object`, got `array`"),
         (b"", "not JSON", ""),
         (b"{", "not JSON", ""),
@@ -228,7 +233,7 @@ def test_torch_is_read_from_plain_and_annotated_assignments(
 ) -> None:
     fake_torch(tmp_path, monkeypatch, text)
     version, cuda, hip = build
-    assert detect_torch() == (TorchBuild(version=version, cuda=cuda, hip=hip), [])
+    assert detect_torch()[0] == TorchBuild(version=version, cuda=cuda, hip=hip)
 
 
 @pytest.mark.usefixtures("torch_not_loaded")
@@ -241,7 +246,7 @@ def test_a_torch_whose_version_file_is_broken_keeps_its_metadata_version(
     fake_torch(tmp_path, monkeypatch, text)
     install(tmp_path, "torch", version="2.7.1")
     build, problems = detect_torch()
-    assert build == TorchBuild(version="2.7.1")
+    assert build == TorchBuild(version="2.7.1", cuda="", hip="")
     assert [problem.source for problem in problems] == ["torch"]
     assert str(tmp_path / "torch" / "version.py") in problems[0].error
 

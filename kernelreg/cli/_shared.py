@@ -52,25 +52,21 @@ def on_terminal(stream: TextIO | None) -> bool:
 
 def describe(device: Device) -> str:
     """A device in one line."""
-    parts = [device.name or device.type]
-    if device.compute_capability:
-        parts.append(f"compute capability {device.compute_capability}")
-    if device.memory_bytes:
-        parts.append(f"{device.memory_bytes / 2**30:.0f} GiB")
-    if device.mig:
-        parts.append("MIG instance")
-    return ", ".join(parts)
+    return device.description
 
 
 def seconds(text: str) -> float:
     """A limit as a person writes it, for argparse.
 
     Raises:
-        ValueError: it is none.
+        ArgumentTypeError: it is none.
     """
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e6:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text}; accepted: seconds, more than 0 and less than a million")
     return value
 
 

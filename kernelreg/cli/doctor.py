@@ -13,7 +13,7 @@ import msgspec
 from kernelreg._version import __version__
 from kernelreg.call import make_call
 from kernelreg.cli._shared import console, describe, devices_of, facts_of, seconds, working, write
-from kernelreg.errors import ConfigurationError, FactsError, unknown_name
+from kernelreg.errors import ConfigurationError, FactsError, encodable, unknown_name
 from kernelreg.imports import IMPORT_SECONDS, Adapter, Imported, import_adapter
 from kernelreg.machine import CPU, Facts, Problem
 from kernelreg.ops import operation_named
@@ -68,11 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="import the adapter of every usable backend too, each in a child process",
     )
     parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="under torchrun: one report of how the ranks' machines differ and of what they agree on",
+    )
+    parser.add_argument(
         "--limit",
         type=seconds,
-        default=IMPORT_SECONDS,
         metavar="S",
-        help=f"seconds for each import of --deep ({IMPORT_SECONDS:g})",
+        help=f"seconds for each import of --deep ({IMPORT_SECONDS:g}), or that --ranks waits for each other (60)",
     )
 
 
@@ -82,20 +86,30 @@ def run(words: argparse.Namespace) -> int:
         raise ConfigurationError("--deep imports adapters on this machine; --facts speaks of another")
     registry = session.registry()
     required = [_requirement(text, registry) for text in words.require]
-    trouble: list[Problem] = []
-    try:
-        facts = facts_of(words)
-    except FactsError as error:
-        if words.facts is not None:
-            raise
-        trouble.append(Problem(source="KERNELREG_FACTS", error=str(error)))
-        facts = session.detected()
-    report = examine(facts, registry, required, trouble, words.limit if words.deep else None)
+    if words.limit is not None and not (words.deep or words.ranks):
+        raise ConfigurationError("--limit is for --deep and --ranks; give it with one of them")
+    if words.ranks:
+        from kernelreg.cli import _ranks
+
+        return _ranks.run(words, registry, required)
+    facts, trouble = _facts_and_trouble(words)
+    limit = (words.limit or IMPORT_SECONDS) if words.deep else None
+    report = examine(facts, registry, required, trouble, limit)
     if words.json:
         write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
     else:
         show(report, console())
     return 0 if report.ok else 1
+
+
+def _facts_and_trouble(words: argparse.Namespace) -> tuple[Facts, list[Problem]]:
+    """The machine to speak of. A file that ``KERNELREG_FACTS`` names and that cannot be read is one trouble of many."""
+    try:
+        return facts_of(words), []
+    except FactsError as error:
+        if words.facts is not None:
+            raise
+        return session.detected(), [Problem(source="KERNELREG_FACTS", error=encodable(str(error)))]
 
 
 def examine(
@@ -112,7 +126,7 @@ def examine(
     """
     policy, errors, warnings = session.environment_policy()
     findings = session.findings(facts)
-    trouble = [*trouble, *(Problem(source="configuration", error=str(each)) for each in errors)]
+    trouble = [*trouble, *(Problem(source="configuration", error=encodable(str(each))) for each in errors)]
 
     def decided(ruled_out: Mapping[str, Reason]) -> list[Decision]:
         calls = [
@@ -129,16 +143,15 @@ def examine(
     unmet = [each.error for each in trouble]
     for decision in decisions:
         unmet += _unmet(decision, policy, registry, required)
-    noticed = [Problem(source="environment", error=text) for text in warnings]
+    noticed = [Problem(source="environment", error=encodable(text)) for text in warnings]
     noticed += [
         Problem(source=f"import of {each.backend}", error=text) for each in adapters or () for text in each.changed
     ]
     first = {each.scope: each for each in reversed(findings)}  # one cause for each scope is enough here
-    noticed += [Problem(source="quarantine", error=str(each)) for each in reversed(first.values())]
+    noticed += [Problem(source="quarantine", error=encodable(str(each))) for each in reversed(first.values())]
     if os.environ.get("KERNELREG_FACTS"):
-        noticed.append(
-            Problem(source="KERNELREG_FACTS", error=f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
-        )
+        text = encodable(f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
+        noticed.append(Problem(source="KERNELREG_FACTS", error=text))
     if not registry.backends:
         noticed.append(Problem(source="registry", error="no backend is installed; fix, in a clone: pip install -e ."))
     return Report(
@@ -231,11 +244,10 @@ def _noticed(report: Report) -> list[str]:
 
 def _machine(facts: Facts) -> list[tuple[str, str]]:
     platform, torch, driver = facts.platform, facts.torch, facts.driver
-    builds = {"CUDA": torch.cuda, "ROCm": torch.hip} if torch else {}
-    build = next((f"{name} {version}" for name, version in builds.items() if version), "CPU only")
+    built = f"{torch.version or 'version unknown'} ({torch.build_name})" if torch else None
     rows = [
         ("platform", f"{platform.system} {platform.machine}, {platform.implementation} {platform.python}"),
-        ("torch", f"{torch.version} ({build})" if torch else "not installed; fix: pip install torch"),
+        ("torch", built or "not installed; fix: pip install torch"),
     ]
     if driver:
         rows.append(("driver", f"{driver.version or 'version unknown'} (CUDA {driver.cuda or 'unknown'})"))

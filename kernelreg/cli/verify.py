@@ -15,7 +15,7 @@ import msgspec
 
 from kernelreg.call import make_call
 from kernelreg.cli._shared import console, on_terminal, seconds, write
-from kernelreg.errors import ConfigurationError, KernelregError, unknown_name
+from kernelreg.errors import ConfigurationError, KernelregError, encodable, unknown_name
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
 from kernelreg.policy import Policy
@@ -172,7 +172,7 @@ def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str | None:
         known = None  # a broken record is replaced
     record = known or Record(date=date, fingerprint=fingerprint)
     try:
-        return str(save_record(record.with_run(outcomes, date)))
+        return encodable(str(save_record(record.with_run(outcomes, date))))
     except KernelregError as error:
         print(f"kernelreg: the results are not kept: {error}", file=sys.stderr)
         return None

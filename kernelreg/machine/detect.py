@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping
 
+from kernelreg.errors import encodable
 from kernelreg.machine.devices import detect_devices
 from kernelreg.machine.model import Facts, Platform, Problem, Tool
 from kernelreg.machine.packages import detect_packages
@@ -45,9 +46,6 @@ def detect(packages: Iterable[str], environ: Mapping[str, str] | None = None) ->
     tools, tool_problems = detect_tools(environ)
     versions, package_problems = detect_packages(packages)
     problems: list[Problem] = [*torch_problems, *device_problems, *tool_problems, *package_problems]
-    if torch is not None and torch.hip is not None and not devices:
-        text = "torch is a ROCm build; its devices are read once torch has initialised them"
-        problems.append(Problem(source="rocm", error=text))
     return Facts(
         platform=Platform(
             system=platform.system(),
@@ -58,13 +56,8 @@ def detect(packages: Iterable[str], environ: Mapping[str, str] | None = None) ->
         torch=torch,
         driver=driver,
         devices=devices,
-        tools={name: Tool(path=_encodable(tool.path), version=tool.version) for name, tool in tools.items()},
+        tools={name: Tool(path=encodable(tool.path), version=tool.version) for name, tool in tools.items()},
         packages=versions,
-        environment={name: _encodable(environ[name]) for name in ENVIRONMENT if name in environ},
-        problems=tuple(Problem(source=each.source, error=_encodable(each.error)) for each in problems),
+        environment={name: encodable(environ[name]) for name in ENVIRONMENT if name in environ},
+        problems=tuple(Problem(source=each.source, error=encodable(each.error)) for each in problems),
     )
-
-
-def _encodable(text: str) -> str:
-    """The text with a question mark for what UTF-8 has no word for: a path's stray bytes, which no JSON can hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -4,65 +4,133 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from kernelreg.machine.cuda_driver import read_cuda_driver
 from kernelreg.machine.model import Device, Driver, Problem
-from kernelreg.machine.nvml import read_nvml
+from kernelreg.machine.nvml import Reading, read_nvml
 from kernelreg.machine.torch_devices import read_torch_devices
-from kernelreg.machine.visible import Card, select_visible
+from kernelreg.machine.visible import Card, is_plain, select_visible
 
 
 def detect_devices(environ: Mapping[str, str]) -> tuple[Driver | None, tuple[Device, ...], list[Problem]]:
     """The GPU driver and the visible devices.
 
+    Where torch has initialised its accelerator in this process, its numbers are what every call means.
+    """
+    driver, devices, problems, cards = _detect_nvidia(environ)
+    seen, more = read_torch_devices()
+    problems += more
+    if not seen or _same(seen, devices):
+        return driver, devices, problems
+    if devices:
+        text = f"torch has initialised its devices and numbers them otherwise: {', '.join(map(_called, seen))}"
+        problems.append(Problem(source="torch", error=text))
+    return driver, _completed(seen, cards), problems
+
+
+def _detect_nvidia(
+    environ: Mapping[str, str],
+) -> tuple[Driver | None, tuple[Device, ...], list[Problem], tuple[Card, ...]]:
+    """What NVML and the CUDA driver say, and the cards that NVML lists.
+
     NVML numbers cards by PCI bus. CUDA does so under ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or when all cards are alike;
-    else only the CUDA driver knows which it calls the fastest, so it is asked.
+    else only the CUDA driver knows which it calls the fastest. It alone knows too what it makes of MIG (releases
+    differ in how many instances a process sees), of a card that NVML does not tell all about, and of a value of
+    ``CUDA_VISIBLE_DEVICES`` that is not plain. Then it is asked.
     """
     nvml = read_nvml()
     problems = list(nvml.problems)
-    if nvml.cards is not None and (environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or _alike(nvml.cards)):
-        devices, more = select_visible(nvml.cards, environ.get("CUDA_VISIBLE_DEVICES"))
-        return nvml.driver, devices, problems + more
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    cards = nvml.cards or ()
+    if nvml.cards is not None and nvml.cuda_library is not None:
+        problems.append(Problem(source="cuda-driver", error=_without_cuda(nvml)))
+        return nvml.driver, (), problems, cards
+    read, unread = select_visible(cards, value) if cards else ((), [])
+    if nvml.cards is not None and _order_is_known(nvml, environ) and is_plain(cards, value):
+        return nvml.driver, read, problems + unread, cards
     driver, numbered, more = read_cuda_driver()
     problems += more
     if numbered is not None:
-        return nvml.driver or driver, _completed(numbered, nvml.cards or ()), problems
-    if nvml.cards:
-        problems.append(
-            Problem(
-                source="cuda-order",
-                error="different cards, and the CUDA driver does not say its order: listed by PCI bus id; "
-                "set CUDA_DEVICE_ORDER=PCI_BUS_ID to make it so",
-            )
-        )
-        devices, more = select_visible(nvml.cards, environ.get("CUDA_VISIBLE_DEVICES"))
-        return nvml.driver, devices, problems + more
-    return nvml.driver, read_torch_devices(), problems
+        devices = _completed(numbered, cards)
+        problems += _differing(unread, read, devices, value, cards)
+        return nvml.driver or driver, devices, problems, cards
+    if cards and not _order_is_known(nvml, environ):
+        text = "the CUDA driver does not say how it numbers these cards: listed by PCI bus id"
+        if nvml.whole and not any(card.mig_enabled for card in cards):
+            text += "; set CUDA_DEVICE_ORDER=PCI_BUS_ID to make it so"
+        problems.append(Problem(source="cuda-order", error=text))
+    return nvml.driver, read, problems + unread, cards
 
 
-def _alike(cards: Sequence[Card]) -> bool:
-    """Whether no order but the bus's is possible: one kind of card, MIG on all or none."""
+def _order_is_known(nvml: Reading, environ: Mapping[str, str]) -> bool:
+    """Whether CUDA can only number these cards by their bus, and each as one device."""
+    cards = nvml.cards or ()
+    if not nvml.whole or any(card.mig_enabled for card in cards):
+        return False
     kinds = {(card.device.name, card.device.compute_capability, card.device.memory_bytes) for card in cards}
-    return len(kinds) <= 1 and len({card.mig_enabled for card in cards}) <= 1
+    return environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(kinds) <= 1
+
+
+def _without_cuda(nvml: Reading) -> str:
+    """Why NVML's cards are none of CUDA's: as in a container that was given the driver's utilities alone."""
+    text = f"{nvml.cuda_library}; CUDA sees none of NVML's {len(nvml.cards or ())} cards"
+    return f"{text}; in a container, NVIDIA_DRIVER_CAPABILITIES must have compute in it"
+
+
+def _differing(
+    unread: list[Problem], read: Sequence[Device], shown: Sequence[Device], value: str | None, cards: Sequence[Card]
+) -> list[Problem]:
+    """What is wrong with ``CUDA_VISIBLE_DEVICES``, or with the cards, now that the driver has said what it shows."""
+    if {each.uuid for each in read} == {each.uuid for each in shown}:
+        return unread
+    if value is not None and unread:
+        text = f"{value!r} names what is no card here, or a card twice; CUDA shows {len(shown)} devices"
+        return [Problem(source="CUDA_VISIBLE_DEVICES", error=text)]
+    if cards and not shown:
+        return [Problem(source="cuda-driver", error=f"shows none of NVML's {len(cards)} cards")]
+    return []
+
+
+def _same(seen: Sequence[Device], devices: Sequence[Device]) -> bool:
+    """Whether torch's devices are these; older torches tell no UUID, and a MIG instance's is its card's in some."""
+
+    def may_be(theirs: Device, ours: Device, field: str) -> bool:
+        return None in (getattr(theirs, field), getattr(ours, field)) or getattr(theirs, field) == getattr(ours, field)
+
+    return len(seen) == len(devices) and all(
+        theirs.type == ours.type
+        and may_be(theirs, ours, "compute_capability")
+        and (ours.mig or may_be(theirs, ours, "uuid"))
+        for theirs, ours in zip(seen, devices, strict=True)
+    )
 
 
 def _completed(numbered: Sequence[Device], cards: Sequence[Card]) -> tuple[Device, ...]:
-    """The driver's order with NVML's fuller description of each device, matched by UUID."""
-    by_uuid = {
-        device.uuid.partition("-")[2]: device
-        for card in cards
-        for device in (card.device, *card.instances)
-        if device.uuid
-    }
+    """An order of devices with NVML's fuller description of each, matched by UUID, else by PCI bus id."""
+    known: dict[str, Device] = {}
+    for card in cards:
+        if card.device.pci_bus_id and not card.mig_enabled:
+            known[card.device.pci_bus_id.lower()] = card.device
+        for device in (card.device, *card.instances):
+            if device.uuid:
+                known[_digits(device.uuid)] = device
     completed = []
     for device in numbered:
-        known = by_uuid.get((device.uuid or "").partition("-")[2])
-        if known is None:
+        told = known.get(_digits(device.uuid or "")) or known.get((device.pci_bus_id or "").lower())
+        if told is None:
             completed.append(device)
             continue
-        described = {field: getattr(known, field) for field in ("uuid", "memory_bytes", "mig") if getattr(known, field)}
-        completed.append(Device(**{**_fields(device), **described}))
+        ours = {field: value for field in device.__struct_fields__ if (value := getattr(device, field))}
+        theirs = {field: getattr(told, field) for field in ("uuid", "memory_bytes", "mig") if getattr(told, field)}
+        completed.append(msgspec.structs.replace(told, **{**ours, "index": device.index, **theirs}))
     return tuple(completed)
 
 
-def _fields(device: Device) -> dict[str, object]:
-    return {name: getattr(device, name) for name in device.__struct_fields__}
+def _digits(uuid: str) -> str:
+    """A UUID without its prefix: the driver gives none."""
+    return (uuid.partition("-")[2] or uuid).lower()
+
+
+def _called(device: Device) -> str:
+    return f"{device.torch_name} is {device.name or device.type}"

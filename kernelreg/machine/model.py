@@ -29,11 +29,24 @@ class Platform(_Record, frozen=True, kw_only=True):
 
 
 class TorchBuild(_Record, frozen=True, kw_only=True):
-    """The torch that ``import torch`` would give; ``cuda`` and ``hip`` as in ``torch.version``."""
+    """The torch that ``import torch`` would give; ``cuda`` and ``hip`` as in ``torch.version``.
+
+    An empty text is what could not be read: of a torch that is installed, but whose files do not say.
+    """
 
     version: str
     cuda: str | None = None
     hip: str | None = None
+
+    @property
+    def build_name(self) -> str:
+        """What the build is for, in a word: ``CUDA 12.8``, ``ROCm 6.4.43482-0f2d60242``, ``CPU only`` …"""
+        if self.cuda or self.hip:
+            return f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}"
+        if "" in (self.cuda, self.hip):
+            return "build unknown"
+        # A label, which decides nothing: builds without one may have MPS, or an extension for another device.
+        return {"cpu": "CPU only", "xpu": "XPU"}.get(self.version.partition("+")[2], "neither CUDA nor ROCm")
 
 
 class Driver(_Record, frozen=True, kw_only=True):
@@ -71,6 +84,18 @@ class Device(_Record, frozen=True, kw_only=True):
             return "cpu"
         return f"{'cuda' if self.type == 'rocm' else self.type}:{self.index}"
 
+    @property
+    def description(self) -> str:
+        """The device in one line, without what tells it from its like."""
+        parts = [self.name or self.type]
+        if self.compute_capability:
+            parts.append(f"compute capability {self.compute_capability}")
+        if self.memory_bytes:
+            parts.append(f"{self.memory_bytes / 2**30:.0f} GiB")
+        if self.mig:
+            parts.append("MIG instance")
+        return ", ".join(parts)
+
 
 CPU = Device(index=0, type="cpu")
 #: What every machine has, whether or not its facts list it, by torch's name.
@@ -104,12 +129,20 @@ class Facts(_Record, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     problems: tuple[Problem, ...] = ()
 
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for device in self.devices:
+            if device.torch_name in seen:
+                raise ValueError(f"devices: two of them are {device.torch_name}; an index names one device of a type")
+            seen.add(device.torch_name)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Facts:
         """Read a facts file.
 
         Raises:
-            FactsError: unreadable, not JSON, an unknown or missing key; names the file and the key.
+            FactsError: unreadable, not JSON, an unknown or missing key, an index that two devices have; names the
+                file and the key.
         """
         data = read_bytes(Path(path), FactsError)
         return decode_json(data, cls, source=os.fspath(path), error=FactsError)

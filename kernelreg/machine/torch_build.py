@@ -6,9 +6,13 @@ import ast
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from kernelreg.decoding import read_bytes
+from kernelreg.errors import FactsError
 from kernelreg.machine.model import Problem, TorchBuild
+from kernelreg.machine.torch_devices import initialised_accelerator
 
 
 def detect_torch() -> tuple[TorchBuild | None, list[Problem]]:
@@ -16,7 +20,8 @@ def detect_torch() -> tuple[TorchBuild | None, list[Problem]]:
     loaded = sys.modules.get("torch")
     version = getattr(loaded, "version", None)
     if version is not None and isinstance(getattr(version, "__version__", None), str):
-        return TorchBuild(version=version.__version__, cuda=version.cuda, hip=version.hip), []
+        # The text alone: torch's own class of it cannot be saved.
+        return _build({name: str(value) for name, value in vars(version).items() if isinstance(value, str)})
     return _from_files()
 
 
@@ -24,29 +29,51 @@ def _from_files() -> tuple[TorchBuild | None, list[Problem]]:
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError) as error:
-        return None, [Problem(source="torch", error=f"{type(error).__name__}: {error}")]
+        return _from_metadata(f"{type(error).__name__}: {error}")
     if spec is None:
-        return None, []
+        return _from_metadata(None)
     if spec.origin is None:  # a directory of that name, not a package
         places = ", ".join(spec.submodule_search_locations or ())
-        return None, [Problem(source="torch", error=f"{places} is a directory without code, not torch")]
+        return _from_metadata(f"{places} is a directory without code, not torch")
     file = Path(spec.origin).with_name("version.py")
     try:
-        values = _assignments(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        return _from_metadata([Problem(source="torch", error=f"{file}: {error}")])
-    version = values.get("__version__")
-    if version is None:
-        return _from_metadata([Problem(source="torch", error=f"{file}: no __version__ in it")])
-    return TorchBuild(version=version, cuda=values.get("cuda"), hip=values.get("hip")), []
+        values = _assignments(read_bytes(file, FactsError).decode("utf-8"))
+    except FactsError as error:  # it names the file
+        return _from_metadata(str(error), imported_from=file)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        return _from_metadata(f"{file}: {error}", imported_from=file)
+    if "__version__" not in values:
+        return _from_metadata(f"{file}: no __version__ in it", imported_from=file)
+    return _build(values)
 
 
-def _from_metadata(problems: list[Problem]) -> tuple[TorchBuild | None, list[Problem]]:
-    """The distribution's version alone; its CUDA or HIP build is then not known, and the problem says why."""
+def _build(values: Mapping[str, str]) -> tuple[TorchBuild, list[Problem]]:
+    """The build that the names in ``torch/version.py`` tell of, and which devices it has that no other source knows."""
+    build = TorchBuild(version=values["__version__"], cuda=values.get("cuda"), hip=values.get("hip"))
+    if build.cuda or initialised_accelerator() is not None:
+        return build, []
+    others = [f"{name} {values[key]}" for key, name in (("hip", "ROCm"), ("xpu", "XPU")) if values.get(key)]
+    text = "its devices are read once torch has initialised them"
+    return build, [Problem(source="torch", error=f"built for {other}: {text}") for other in others]
+
+
+def _from_metadata(problem: str | None, imported_from: Path | None = None) -> tuple[TorchBuild | None, list[Problem]]:
+    """A torch that does not say what it is, by its distribution's version; None where nothing of it is installed.
+
+    Its CUDA or HIP build is then not known, and an import will say what is wrong with it.
+    """
+    problems = [] if problem is None else [Problem(source="torch", error=problem)]
     try:
-        return TorchBuild(version=importlib.metadata.version("torch")), problems
-    except (importlib.metadata.PackageNotFoundError, KeyError, OSError, ValueError):
-        return None, problems
+        version = importlib.metadata.version("torch") or ""
+    except importlib.metadata.PackageNotFoundError:
+        if imported_from is None:
+            return None, problems
+        version = ""
+    except Exception:  # metadata is other people's files
+        version = ""
+    if problem is None:
+        problems = [Problem(source="torch", error="its metadata is installed, but there is no package to import")]
+    return TorchBuild(version=version, cuda="", hip=""), problems
 
 
 def _assignments(source: str) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Rules from the CUDA programming guide (environment variables) and torch's own reader of the variable: indices, UUIDs
 and their unambiguous prefixes, MIG UUIDs; the first invalid entry ends the list; a repeated one, like an empty
-value, hides every card.
+value, hides every card. They are what torch's own reader does, which was compared with driver 525.60.13
+(https://github.com/pytorch/pytorch/pull/92315). Where they may differ from a driver's, the driver is asked instead.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def select_visible(cards: Sequence[Card], value: str | None) -> tuple[tuple[Devi
     if value is None:
         return _numbered([card.default for card in cards]), []
     chosen: list[Device | None] = []
-    for entry in value.split(",") if value.strip() else []:
-        device = _find(cards, entry.strip())
+    entries = value.split(",") if value.strip() else []
+    for entry in entries:
+        device = _find(cards, entry) if _form(entry) == _form(entries[0]) else None
         if device is None:
             return _numbered(chosen), [
                 Problem(
@@ -62,12 +64,22 @@ def select_visible(cards: Sequence[Card], value: str | None) -> tuple[tuple[Devi
     return _numbered(chosen), []
 
 
+def is_plain(cards: Sequence[Card], value: str | None) -> bool:
+    """Whether a value of ``CUDA_VISIBLE_DEVICES`` has one meaning to all: none, nothing, or distinct cards."""
+    return value is None or value.strip() == "-1" or not select_visible(cards, value)[1]
+
+
+def _form(entry: str) -> str:
+    """How an entry names a device. A list keeps to the form of its first entry; another one ends it."""
+    return next((prefix for prefix in ("GPU-", "MIG-") if entry.startswith(prefix)), "index")
+
+
 def _find(cards: Sequence[Card], entry: str) -> Device | None:
-    if entry.startswith(("GPU-", "MIG-")):
+    if _form(entry) != "index":
         named = [card.default for card in cards if (card.device.uuid or "").startswith(entry)]
         named += [each for card in cards for each in card.instances if (each.uuid or "").startswith(entry)]
         return named[0] if len(named) == 1 else None
-    number = _LEADING_NUMBER.match(entry)
+    number = _LEADING_NUMBER.match(entry.strip())
     if number is None:
         return None
     index = int(number[0]) if len(number[0]) < 10 else -1

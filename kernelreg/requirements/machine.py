@@ -6,8 +6,9 @@ from packaging.version import Version
 
 from kernelreg.capability import matches_capability
 from kernelreg.descriptor import Requires, full
-from kernelreg.machine.model import Device, Facts, TorchBuild
+from kernelreg.machine.model import Device, Facts
 from kernelreg.reasons import Reason, ReasonCode
+from kernelreg.requirements.driver import driver_reasons
 from kernelreg.versions import parse_range, parse_version, satisfies
 
 #: What a person pastes to get a tool that kernels compile with.
@@ -30,7 +31,7 @@ def machine_reasons(requires: Requires, facts: Facts, device_name: str, *, insta
         *_device_reasons(requires, facts, device_name, device),
         *_platform_reasons(requires, facts),
         *_torch_reasons(requires, facts, device),
-        *_driver_reasons(requires, facts),
+        *_driver_reasons(requires, facts, device),
         *_package_reasons(requires, facts, install),
         *_tool_reasons(requires, facts),
     ]
@@ -115,8 +116,8 @@ def _torch_reasons(requires: Requires, facts: Facts, device: Device | None) -> l
         reasons += _version_reasons(ReasonCode.TORCH_VERSION, "torch", torch.version, requires.torch, url, fix)
     builds = {"cuda": torch.cuda, "rocm": torch.hip}
     needed = _builds_needed(requires, device)
-    here = f"{torch.version} ({_build_name(torch)})"
-    if needed and not any(builds[kind] for kind in needed):
+    here = f"{torch.version} ({torch.build_name})"
+    if needed and all(builds[kind] is None for kind in needed):
         label = " or ".join(_LABELS[kind] for kind in needed)
         span = requires.cuda if needed == ("cuda",) else requires.hip if needed == ("rocm",) else None
         reasons.append(
@@ -133,7 +134,7 @@ def _torch_reasons(requires: Requires, facts: Facts, device: Device | None) -> l
             )
         )
     for kind, build, span in (("cuda", torch.cuda, requires.cuda), ("rocm", torch.hip, requires.hip)):
-        if build and span:
+        if build is not None and span:
             url = requires.source.get("cuda" if kind == "cuda" else "hip")
             fix = f"pip install --upgrade torch  # a build with {_LABELS[kind]} {span}"
             subject = f"torch's {_LABELS[kind]}"
@@ -149,28 +150,26 @@ def _builds_needed(requires: Requires, device: Device | None) -> tuple[str, ...]
     return listed
 
 
-def _build_name(torch: TorchBuild) -> str:
-    if torch.cuda:
-        return f"CUDA {torch.cuda}"
-    return f"ROCm {torch.hip}" if torch.hip else "CPU only"
-
-
-def _driver_reasons(requires: Requires, facts: Facts) -> list[Reason]:
+def _driver_reasons(requires: Requires, facts: Facts, device: Device | None) -> list[Reason]:
+    reasons = []
+    if device is not None and device.type == "cuda" and facts.torch is not None:
+        reasons += driver_reasons(facts.torch, facts.driver, facts.platform.system)
     if requires.driver is None:
-        return []
+        return reasons
     url = requires.source.get("driver")
     version = facts.driver.version if facts.driver else None
     if version is None:
         return [
+            *reasons,
             Reason(
                 code=ReasonCode.DRIVER_VERSION,
                 subject="driver",
                 required=requires.driver,
                 actual=None,
                 url=url,
-            )
+            ),
         ]
-    return _version_reasons(ReasonCode.DRIVER_VERSION, "driver", version, requires.driver, url)
+    return reasons + _version_reasons(ReasonCode.DRIVER_VERSION, "driver", version, requires.driver, url)
 
 
 def _package_reasons(requires: Requires, facts: Facts, install: str | None) -> list[Reason]:

@@ -117,9 +117,7 @@ def load_record(fingerprint: str) -> Record | None:
             return None
     except OSError as error:  # a folder that this user may not search, a name that is too long
         raise KernelregError(f"{path}: {error.strerror or error}") from error
-    record = decode_json(
-        read_bytes(path, KernelregError, regular=True), Record, source=os.fspath(path), error=KernelregError
-    )
+    record = decode_json(read_bytes(path, KernelregError), Record, source=os.fspath(path), error=KernelregError)
     return record if record.kernelreg == __version__ and record.fingerprint == fingerprint else None
 
 

@@ -47,11 +47,12 @@ def run_backend(task: Task, limit: float, total: int, told: Callable[[Outcome], 
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
             late = time.monotonic() >= deadline
-        if late or started is not None or len(outcomes) == before:
+        unheard = started is None and len(outcomes) == before
+        if late or started is not None or unheard:
             cause = f"not done after {limit:g} s" if late else _death(child.returncode, errors)
             outcomes.append(_lost(task, started, cause))
             told(outcomes[-1])
-        if late:
+        if late or unheard:  # what dies before its first case, as where torch cannot be imported, dies each time
             break
     return outcomes
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -39,6 +42,35 @@ def test_the_driver_tells_the_same_devices_as_nvml() -> None:
             theirs.compute_capability,
             theirs.multiprocessors,
         )
+
+
+COUNT = """
+import ctypes
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+cuda.cuInit(0)
+cuda.cuDeviceGetCount(ctypes.byref(count))
+print(count.value)
+"""
+
+
+def test_cuda_shows_as_many_devices_as_the_facts_whatever_the_variable_says(record: Record) -> None:
+    """Each value in processes of its own: the driver reads it when it starts, once."""
+    uuid = kernelreg.facts().devices[0].uuid or ""
+    values = ["", "-1", "0", " 0 ", "+0", "0gpu", "0,0", "0,-1", "0,99", "99,0", "0,", ",0", "x", "0,x", "NoDevFiles"]
+    values += [uuid, uuid[:12], "GPU-", uuid.lower().replace("gpu", "GPU"), f"{uuid},0", f"0,{uuid}", f"{uuid},{uuid}"]
+    values += [f" {uuid}", f"{uuid} ", f"{uuid}x", f"GPU-zz,{uuid}", f"{uuid},GPU-zz", f"MIG-{uuid}"]
+    ours = "import kernelreg; print(len(kernelreg.facts().devices))"
+    differing = {}
+    for value in values:
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": value}
+        counts = [
+            subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
+            for code in (COUNT, ours)
+        ]
+        if counts[0] != counts[1]:
+            differing[value] = counts
+    assert differing == {}
+    record("machine: CUDA_VISIBLE_DEVICES, facts against the driver", "all", f"{len(values)} values agree")
 
 
 def test_a_long_prompt_is_flash_qlas() -> None:
