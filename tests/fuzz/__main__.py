@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.fuzz.corpus import FAILED, SEEDS, cover, keep, kept
+from tests.fuzz.corpus import FAILED, SEEDS, cover, keep, kept, place
 from tests.fuzz.limits import MEMORY_BYTES, MEMORY_FACTOR, SECONDS, name_of
 from tests.fuzz.targets import ROOT, TARGETS, Target
 
@@ -33,6 +33,7 @@ class Row(msgspec.Struct):
 
     target: str
     executions: int = 0
+    accepted: int = 0
     inflated: int = 0
     measured: int = 0
     seconds: float = 0.0
@@ -44,13 +45,13 @@ class Row(msgspec.Struct):
         rate = self.executions / self.seconds if self.seconds else 0.0
         kinds = len(self.failures)
         return (
-            f"{self.target:12}{self.executions:12,}{self.inflated:10,}{self.measured:10,}"
+            f"{self.target:12}{self.executions:12,}{self.accepted:12,}{self.inflated:10,}{self.measured:10,}"
             f"{self.seconds:10.0f}{rate:10,.0f}{self.coverage:>8}{self.inputs:8,}{kinds:10}"
         )
 
 
 HEADER = (
-    f"{'target':12}{'executions':>12}{'inflated':>10}{'measured':>10}"
+    f"{'target':12}{'executions':>12}{'accepted':>12}{'inflated':>10}{'measured':>10}"
     f"{'seconds':>10}{'a second':>10}{'cov':>8}{'inputs':>8}{'failures':>10}"
 )
 
@@ -107,6 +108,7 @@ def head(command: list[str], seed: int, jobs: int) -> str:
             f"{packages}; seed {seed}",
             "An execution fails with anything but a result or a KernelregError, or beyond "
             f"{SECONDS:g} s of processor time or 2 GiB of memory.",
+            "accepted: gave a result; all others gave a KernelregError. "
             "inflated: of inputs made as long as the target is ever given (up to 1 MiB); measured: memory counted, "
             f"at most {MEMORY_BYTES >> 20} MiB and {MEMORY_FACTOR} × the input.",
         )
@@ -141,7 +143,7 @@ def main(words: list[str]) -> int:
             print(report[-1], flush=True)
     failures = [(row.target, *each) for row in rows for each in row.failures]
     everything = Row(target="all")
-    for field in ("executions", "inflated", "measured", "seconds", "inputs"):
+    for field in ("executions", "accepted", "inflated", "measured", "seconds", "inputs"):
         setattr(everything, field, sum(getattr(row, field) for row in rows))
     everything.coverage = ""
     everything.failures = [each for row in rows for each in row.failures]
@@ -152,7 +154,8 @@ def main(words: list[str]) -> int:
         f"{replayed[SEEDS]} seeds (tests/fuzz/seeds)."
     )
     for target, where, text, data, count in failures:
-        report += ["", f"{target}: {where}, {count} times; tests/fuzz/corpus/{target}/{name_of(data)}", text]
+        kept_at = place(FAILED, target, data).relative_to(ROOT) if data else "its input is not known"
+        report += ["", f"{target}: {where}, {count} times; {kept_at}", text]
     print("\n".join(report[-1 - 3 * len(failures) :]), flush=True)
     if asked.report:
         asked.report.write_text("\n".join(report) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
@@ -17,17 +18,31 @@ FAILED = HERE / "corpus"
 SEEDS = HERE / "seeds"
 
 
+#: A longer input is stored compressed: those that took too long repeat one piece, and shrink to almost nothing.
+_PLAIN_BYTES = 16 << 10
+
+
 def kept(folder: Path, target: str) -> list[bytes]:
     """What is kept for a target."""
-    return [path.read_bytes() for path in sorted((folder / target).glob("*"))]
+    return [read(path) for path in sorted((folder / target).glob("*"))]
+
+
+def read(path: Path) -> bytes:
+    """One kept input."""
+    return zlib.decompress(path.read_bytes()) if path.suffix == ".z" else path.read_bytes()
+
+
+def place(folder: Path, target: str, data: bytes) -> Path:
+    """Where an input is kept."""
+    return folder / target / (name_of(data) + (".z" if len(data) > _PLAIN_BYTES else ""))
 
 
 def keep(folder: Path, target: str, inputs: Iterable[bytes]) -> None:
     """Write inputs under their hashes."""
     for data in inputs:
-        path = folder / target / name_of(data)
+        path = place(folder, target, data)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        path.write_bytes(zlib.compress(data, 9) if path.suffix == ".z" else data)
 
 
 def cover(run: Callable[[bytes], None], inputs: Iterable[bytes]) -> list[bytes]:

@@ -23,7 +23,7 @@ with atheris.instrument_imports(include=["kernelreg", "packaging", "tomllib"], e
 #: Bytes of an input while coverage guides; short ones cover the same code many times faster.
 GUIDED_BYTES = 4096
 #: One execution in so many is of an input made as long as the target ever gets one; one in so many counts memory.
-INFLATED_ONE_IN, MEMORY_ONE_IN = 2_000, 1_000
+INFLATED_ONE_IN, MEMORY_ONE_IN = 1_000, 1_000
 #: Address space beyond what this process has at its start.
 SPACE_BYTES = 2 << 30
 
@@ -33,10 +33,12 @@ class Result(msgspec.Struct):
 
     Attributes:
         executions: of the target, all of them; ``inflated`` and ``measured`` are among them.
+        accepted: those that gave a result, and no error.
         failures: by kind: the first input of each, how it failed, how often.
     """
 
     executions: int = 0
+    accepted: int = 0
     inflated: int = 0
     measured: int = 0
     seconds: float = 0.0
@@ -53,6 +55,11 @@ class Engine:
         self.result = Result()
         self.start = time.monotonic()
 
+    def run(self, data: bytes) -> None:
+        """The target, counted."""
+        self.target.run(data)
+        self.result.accepted += 1
+
     def one(self, data: bytes) -> None:
         """libFuzzer's entry: it is called with each input that has been made."""
         result = self.result
@@ -61,12 +68,12 @@ class Engine:
         result.executions += 1
         measured = result.executions % MEMORY_ONE_IN == 0
         result.measured += measured
-        self._keep(attempt(self.target.run, data, memory=measured))
+        self._keep(attempt(self.run, data, memory=measured))
         if result.executions % INFLATED_ONE_IN == 0 and result.executions < self.wanted:
             large = inflated(data, self.rng.choice((1 << 16, self.target.longest)), self.rng)
             result.executions += 1
             result.inflated += 1
-            self._keep(attempt(self.target.run, large[: self.target.longest]))
+            self._keep(attempt(self.run, large[: self.target.longest]))
         if result.executions >= self.wanted:
             self.end()
         elif result.executions % (10 * INFLATED_ONE_IN) < 2:

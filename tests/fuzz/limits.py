@@ -53,7 +53,7 @@ def attempt(run: Callable[[bytes], None], data: bytes, *, memory: bool = False) 
         run(data)
     except KernelregError:
         pass
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         last = next((each for each in reversed(frames) if "kernelreg" in each.filename), frames[-1])
         where = f"{type(error).__name__} in {last.filename.rpartition('/')[2]}:{last.name}"

@@ -16,20 +16,22 @@ from typing import Any
 
 import msgspec
 
+from kernelreg.agreement import Agreement, Asked, Message, agree_on
 from kernelreg.call import Call, make_call
 from kernelreg.capability import matches_capability, parse_capabilities
 from kernelreg.decoding import MAX_BYTES as FILE_BYTES
 from kernelreg.decoding import decode_json, decode_toml
 from kernelreg.descriptor import MAX_BYTES as DESCRIPTOR_BYTES
 from kernelreg.descriptor import Descriptor, make_descriptor
-from kernelreg.errors import DescriptorError, FactsError, KernelregError
-from kernelreg.machine.model import Device, Facts
+from kernelreg.errors import DescriptorError, FactsError, KernelregError, encodable
+from kernelreg.machine.model import Device, Facts, Problem
+from kernelreg.machine.tools import detect_tools
 from kernelreg.machine.visible import Card, select_visible
 from kernelreg.policy import VARIABLES, Policy, read_environment
 from kernelreg.registry import Backend, Registry, discover
 from kernelreg.requirements import known_bad_reasons
 from kernelreg.resolution import Resolution
-from kernelreg.resolver import decide
+from kernelreg.resolver import decide, judge
 from kernelreg.verify.records import Record
 from kernelreg.versions import parse_range, parse_version, satisfies
 
@@ -45,6 +47,7 @@ ODD = (
 _VERSION_WORDS = (
     "1!", ".dev1", "a0", "rc1", ".post1", "+cu128", "+git", "v", "-1", ".*", "==", "!=", "<=", ">=", "<", ">", "~=",
     "===", ",", "||", "*", " ", "9.0", "10.*", "2.8.0", "0" * 300, "1." * 300,
+    ",>=2.8", ",!=2.3.*", ",<3", ">=8.0", "==9.*", "||==10.0", " || >=8.0,<9.0",
 )  # fmt: skip
 
 
@@ -179,6 +182,12 @@ def run_resolution(data: bytes) -> None:
     _check(Resolution.from_json(resolution.to_json()) == resolution, "a resolution reads back equal")
 
 
+def run_agreement(data: bytes) -> None:
+    agreement = Agreement.from_json(data)
+    agreement.explain()
+    _check(Agreement.from_json(agreement.to_json()) == agreement, "an agreement reads back equal")
+
+
 def run_record(data: bytes) -> None:
     record = decode_json(data, Record, source="fuzz", error=KernelregError)
     again = msgspec.json.encode(record, order="deterministic")
@@ -212,6 +221,22 @@ def run_environment(data: bytes) -> None:
             raise AssertionError("facts from a file that is not there")
     if policy.origin:
         _told(_small(), _machines()[0], make_call("gdn", "cuda:0"), policy)
+
+
+def run_nvcc(data: bytes) -> None:
+    """Two lines: CUDA_HOME and PATH."""
+    home, _, path = _text(data).replace("\0", "").partition("\n")
+    tools, problems = detect_tools({"CUDA_HOME": home, "PATH": path})
+    _check(len(tools) <= 1 and (not home or bool(tools) or bool(problems)), "a CUDA_HOME without nvcc is a problem")
+    # As the facts of this machine say it, to anyone who reads them.
+    said = Facts(platform=_machines()[0].platform, problems=tuple(_encodable(each) for each in problems))
+    _check(
+        decode_json(said.to_json().encode(), Facts, source="fuzz", error=FactsError) == said, "facts read back equal"
+    )
+
+
+def _encodable(problem: Problem) -> Problem:
+    return Problem(source=problem.source, error=encodable(problem.error))
 
 
 _CARDS = tuple(
@@ -307,6 +332,19 @@ def _resolutions() -> list[bytes]:
     return [Resolution(each).to_json().encode() for each in decisions]
 
 
+def _agreements() -> list[bytes]:
+    call = make_call("gdn", "cuda:0", dtype="bfloat16")
+    messages = [
+        Message(rank=rank, host=f"node-{rank}", sent=str(rank), facts=facts, asked=(_asked(facts, call),))
+        for rank, facts in enumerate(_machines()[:2])
+    ]
+    return [Agreement(agree_on(told, 0)[0]).to_json().encode() for told in (messages, messages[:1])]
+
+
+def _asked(facts: Facts, call: Call) -> Asked:
+    return Asked(call=call, policy=Policy(), judged=tuple(judge(_small(), facts, call, Policy())))
+
+
 _RECORD = (
     '{"schema":1,"kernelreg":"0.1","date":"2026-12-01","fingerprint":"0","outcomes":[{"case":"a","operation":"gdn.chunk",'
     '"backend":"fla","device":"cuda:0","kernel":"triton","status":"wrong","errors":{"o":0.1},"bounds":{"o":1e-3},'
@@ -323,7 +361,7 @@ _ALL = (
         words=_VERSION_WORDS,
         seeds=_texts("2.8.0", "2.8.0a0+5228986c39.nv25.06", "1!2.3.post4.dev5", "6.4.43482-0f2d60242", "main"),
         longest=FILE_BYTES,
-        share=400,
+        share=300,
     ),
     Target(
         name="range",
@@ -331,7 +369,7 @@ _ALL = (
         words=_VERSION_WORDS,
         seeds=_texts("*", ">=2.8,<3", "~=2.8.1", "==2.*,!=2.3", "===2", "==1+a"),
         longest=DESCRIPTOR_BYTES,
-        share=80,
+        share=100,
     ),
     Target(
         name="pair",
@@ -347,7 +385,7 @@ _ALL = (
         words=_VERSION_WORDS,
         seeds=_texts("==9.0", "==10.* || >=8.0,<9.0", "9.0", "*"),
         longest=DESCRIPTOR_BYTES,
-        share=120,
+        share=100,
     ),
     Target(
         name="descriptor",
@@ -355,7 +393,7 @@ _ALL = (
         words=(*_keys(Descriptor), *_TOML, *_FEATURES, *_NAMES, *_VERSION_WORDS, *ODD),
         seeds=lambda: [_SMALL.encode(), *_files("backends/*/backend.toml")()],
         longest=DESCRIPTOR_BYTES,
-        share=5,
+        share=30,
     ),
     Target(
         name="table",
@@ -363,7 +401,7 @@ _ALL = (
         words=(*_keys(Descriptor), *_JSON, *_FEATURES, *_NAMES, *_VERSION_WORDS, *ODD),
         seeds=_tables,
         longest=DESCRIPTOR_BYTES,
-        share=8,
+        share=60,
         json=True,
     ),
     Target(
@@ -372,7 +410,7 @@ _ALL = (
         words=(*_keys(Facts), *_JSON, *_VERSION_WORDS, *ODD),
         seeds=_files("tests/facts/*.json"),
         longest=FILE_BYTES,
-        share=5,
+        share=50,
         json=True,
     ),
     Target(
@@ -381,7 +419,16 @@ _ALL = (
         words=(*_keys(Call, Policy), *_JSON, *ODD),
         seeds=_resolutions,
         longest=FILE_BYTES,
-        share=15,
+        share=60,
+        json=True,
+    ),
+    Target(
+        name="agreement",
+        run=run_agreement,
+        words=(*_keys(Call, Policy), *_JSON, *ODD),
+        seeds=_agreements,
+        longest=FILE_BYTES,
+        share=40,
         json=True,
     ),
     Target(
@@ -390,7 +437,7 @@ _ALL = (
         words=(*_keys(Record), *_JSON, *_NAMES, *ODD),
         seeds=_texts(_RECORD),
         longest=FILE_BYTES,
-        share=20,
+        share=80,
         json=True,
     ),
     Target(
@@ -417,6 +464,14 @@ _ALL = (
             "KERNELREG_PLUGINS=off\nKERNELREG_FACTS=/nowhere\nKERNELREG_FCTS=1\nKERNELREG_LOCK=a\nKERNELREG_PROFILE=off",
         ),
         longest=_ENVIRONMENT_BYTES,
+        share=80,
+    ),
+    Target(
+        name="nvcc",
+        run=run_nvcc,
+        words=("/", ":", "\n", "/nowhere", "nvcc", "bin", "~", ".", "..", " ", *ODD),
+        seeds=_texts("/nowhere\n/nowhere/bin:/nowhere", "\n", "~/cuda\n:", "/nowhere/cuda \n/nowhere//bin:."),
+        longest=_ENVIRONMENT_BYTES,
         share=20,
     ),
     Target(
@@ -425,7 +480,7 @@ _ALL = (
         words=("GPU-", "MIG-", "GPU-a", "GPU-ab", "MIG-b0", "MIG-a1", ",", "-1", "0", "3", "99", " ", "+", "2x", *ODD),
         seeds=_texts("0,1", "GPU-c,2", "MIG-b0,MIG-b1", "-1", "", "0,x,1", "1,1", "GPU-a"),
         longest=_ENVIRONMENT_BYTES,
-        share=400,
+        share=300,
     ),
     Target(
         name="call",
@@ -433,7 +488,7 @@ _ALL = (
         words=("=", "\n", *Call.__struct_fields__, *_FEATURES, *_NAMES, *ODD),
         seeds=_texts("gdn\ncuda:0\ntokens=4096\ndtype=bfloat16\nfeatures=varlen", "gdn.recurrent\ncpu\nheads=4"),
         longest=_ENVIRONMENT_BYTES,
-        share=30,
+        share=80,
     ),
 )
 
