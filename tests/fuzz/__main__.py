@@ -95,6 +95,15 @@ def fuzz(target: Target, executions: int, seed: int, folder: Path, keep_seeds: b
     return row
 
 
+def _commit() -> str:
+    """What the working tree is, with ``-dirty`` for one that was changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def head(command: list[str], seed: int, jobs: int) -> str:
     """What ran: date, command, machine, versions, limits."""
     packages = ", ".join(
@@ -105,7 +114,7 @@ def head(command: list[str], seed: int, jobs: int) -> str:
             f"{datetime.date.today().isoformat()}, {shlex.join(['python', '-m', 'tests.fuzz', *command])}",
             f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {jobs} at a time, "
             f"Python {platform.python_version()}",
-            f"{packages}; seed {seed}",
+            f"{packages}; commit {_commit()}; seed {seed}",
             "An execution fails with anything but a result or a KernelregError, or beyond "
             f"{SECONDS:g} s of processor time or 2 GiB of memory.",
             "accepted: gave a result; all others gave a KernelregError. "

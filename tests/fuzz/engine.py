@@ -80,11 +80,15 @@ class Engine:
             self.write()
 
     def mutate(self, data: bytes, longest: int, seed: int) -> bytes:
-        """Half of the inputs come from libFuzzer's own mutations of bytes, half from those that know the grammar."""
-        if seed & 1:
-            return bytes(atheris.Mutate(data, longest))
+        """A quarter of the inputs come from libFuzzer's own mutations of bytes, the others know the grammar.
+
+        libFuzzer applies several in turn, and what one made no JSON stays so: by bytes alone hardly any would be read.
+        """
         rng = random.Random(seed)
-        tree = by_tree(data, rng, self.words) if self.target.json and seed & 2 else None
+        by = rng.random()
+        if by < 0.25:
+            return bytes(atheris.Mutate(data, longest))
+        tree = by_tree(data, rng, self.words) if self.target.json and by > 0.35 else None
         return by_tokens(data, longest, rng, self.words) if tree is None or len(tree) > longest else tree
 
     def end(self) -> None:

@@ -62,6 +62,9 @@ def _changed(root: list[Any], rng: random.Random, words: Sequence[bytes]) -> byt
         places = list(_places(root))
         holder, key = rng.choice(places)
         other_holder, other_key = rng.choice(places)
+        if rng.random() < 0.6:
+            holder[key] = _alike(holder[key], [each[at] for each, at in places], rng, words)
+            continue
         match rng.randrange(6):
             case 0:
                 holder[key] = _word(rng, words)
@@ -73,11 +76,27 @@ def _changed(root: list[Any], rng: random.Random, words: Sequence[bytes]) -> byt
                 holder[str(_word(rng, words))] = holder.pop(key)
             case 4:
                 holder[key] = [holder[key]]
-            case _ if isinstance(holder[key], str):
-                holder[key] = by_tokens(holder[key].encode(), 1000, rng, words).decode(errors="replace")
             case _:
                 holder[key] = rng.choice((None, True, 0, -1, 2**63, 2**64, 10**30, 0.5, 1e308, "", [], {}))
     return msgspec.json.encode(root[0])
+
+
+def _alike(value: object, others: Sequence[object], rng: random.Random, words: Sequence[bytes]) -> object:
+    """Another value of the same type: what a reader that checks types lets through."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return rng.choice((0, 1, value + 1, -value, value * 2, 2**31, 2**63 - 1))
+        case str() if rng.random() < 0.5:
+            return rng.choice([each for each in others if isinstance(each, str)])
+        case str():
+            return by_tokens(value.encode(), 1000, rng, words).decode(errors="replace")
+        case list() if value:
+            return rng.choices(value, k=rng.randrange(2 * len(value) + 1))
+        case dict() if value:
+            return {each: value[each] for each in rng.sample(list(value), len(value)) if rng.random() < 0.9}
+    return value
 
 
 def _word(rng: random.Random, words: Sequence[bytes]) -> object:

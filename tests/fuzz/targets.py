@@ -393,7 +393,7 @@ _ALL = (
         words=(*_keys(Descriptor), *_TOML, *_FEATURES, *_NAMES, *_VERSION_WORDS, *ODD),
         seeds=lambda: [_SMALL.encode(), *_files("backends/*/backend.toml")()],
         longest=DESCRIPTOR_BYTES,
-        share=30,
+        share=12,
     ),
     Target(
         name="table",
@@ -401,7 +401,7 @@ _ALL = (
         words=(*_keys(Descriptor), *_JSON, *_FEATURES, *_NAMES, *_VERSION_WORDS, *ODD),
         seeds=_tables,
         longest=DESCRIPTOR_BYTES,
-        share=60,
+        share=40,
         json=True,
     ),
     Target(
@@ -410,7 +410,7 @@ _ALL = (
         words=(*_keys(Facts), *_JSON, *_VERSION_WORDS, *ODD),
         seeds=_files("tests/facts/*.json"),
         longest=FILE_BYTES,
-        share=50,
+        share=25,
         json=True,
     ),
     Target(
@@ -472,7 +472,7 @@ _ALL = (
         words=("/", ":", "\n", "/nowhere", "nvcc", "bin", "~", ".", "..", " ", *ODD),
         seeds=_texts("/nowhere\n/nowhere/bin:/nowhere", "\n", "~/cuda\n:", "/nowhere/cuda \n/nowhere//bin:."),
         longest=_ENVIRONMENT_BYTES,
-        share=20,
+        share=5,
     ),
     Target(
         name="visible",
@@ -485,7 +485,13 @@ _ALL = (
     Target(
         name="call",
         run=run_call,
-        words=("=", "\n", *Call.__struct_fields__, *_FEATURES, *_NAMES, *ODD),
+        words=(
+            *("=", "\n", "\ntokens=1", "\nheads=64", "\ndtype=float16", "\nhead_dim_k=128", "\nfeatures=varlen"),
+            *Call.__struct_fields__,
+            *_FEATURES,
+            *_NAMES,
+            *ODD,
+        ),
         seeds=_texts("gdn\ncuda:0\ntokens=4096\ndtype=bfloat16\nfeatures=varlen", "gdn.recurrent\ncpu\nheads=4"),
         longest=_ENVIRONMENT_BYTES,
         share=80,
