@@ -30,11 +30,16 @@ def on_pool(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    mixes_rows: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The contract's answer for a pool of states, from an adapter's function that takes one state a sequence.
 
     The pool is updated in place; slots that no sequence names keep every bit. What is no slot of it is padding.
+
+    Args:
+        mixes_rows: the kernel multiplies other sequences' tokens by zero, so that a NaN in padding would reach them:
+            padding is zero before it sees it.
 
     Returns:
         The output, and the pool where a final state is asked for.
@@ -51,8 +56,14 @@ def on_pool(
 
     pool, slots = initial_state, state_indices.long()
     if not len(pool):
-        o = torch.zeros_like(v)
-    elif slots.dim() == 2:
+        return torch.zeros_like(v), pool if output_final_state else None
+    if mixes_rows:
+        starts = slots if slots.dim() == 1 else _start(slots, num_accepted_tokens)
+        padding = ~_covered(_real(pool, starts), v, cu_seqlens)
+        q, k, v, g, beta = (
+            x.masked_fill(padding.view(*x.shape[:2], *(1,) * (x.dim() - 2)), 0) for x in (q, k, v, g, beta)
+        )
+    if slots.dim() == 2:
         o = _token_by_token(run, q, k, v, g, beta, pool, slots, num_accepted_tokens, cu_seqlens)
     else:
         o = _once(run, q, k, v, g, beta, pool, slots, cu_seqlens)
@@ -72,13 +83,8 @@ def _once(
 ) -> Tensor:
     o, final = run(q, k, v, g, beta, cu_seqlens, _gather(pool, slots))
     _scatter(pool, slots, final)
-    real = _real(pool, slots)
-    if cu_seqlens is None:
-        return o.masked_fill(~real[:, None, None, None], 0)
-    places = torch.arange(q.shape[1], device=q.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), places, right=True)
-    covered = torch.cat([real, real.new_zeros(1)])  # behind the last sequence
-    return o.masked_fill(~covered[sequence][None, :, None, None], 0)
+    covered = _covered(_real(pool, slots), o, cu_seqlens)
+    return o.masked_fill(~covered[:, :, None, None], 0)
 
 
 def _token_by_token(
@@ -103,8 +109,7 @@ def _token_by_token(
         # Edges on a device alone are not looked up: what they say beyond T or S is no token.
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long().clamp_max(tokens)
         steps = min(slots.shape[1], T)
-    first = torch.zeros_like(starts) if num_accepted_tokens is None else num_accepted_tokens.long() - 1
-    start = slots.gather(1, first.clamp(0, slots.shape[1] - 1)[:, None])[:, 0]
+    start = _start(slots, num_accepted_tokens)
     real = _real(pool, start)
     states = _gather(pool, start)
     o = v.new_zeros(tokens + 1, *v.shape[1:])  # one more for what is no token
@@ -118,6 +123,23 @@ def _token_by_token(
         o = o.index_copy(0, torch.where(now, token, tokens), out[:, 0])
         _scatter(pool, torch.where(now, slots[:, place], -1), after)
     return o[:tokens].view(B, T, *v.shape[1:])
+
+
+def _start(slots: Tensor, num_accepted_tokens: Tensor | None) -> Tensor:
+    """The slot that each sequence's state is read from."""
+    if num_accepted_tokens is None:
+        return slots[:, 0]
+    first = num_accepted_tokens.long() - 1
+    return slots.gather(1, first.clamp(0, slots.shape[1] - 1)[:, None])[:, 0]
+
+
+def _covered(real: Tensor, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Which of ``[B, T]`` tokens belong to a sequence that has a slot."""
+    B, T = tokens.shape[:2]
+    if cu_seqlens is None:
+        return real[:, None].expand(B, T)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), torch.arange(T, device=tokens.device), right=True)
+    return torch.cat([real, real.new_zeros(1)])[sequence][None]  # no slot behind the last sequence
 
 
 def _real(pool: Tensor, slots: Tensor) -> Tensor:

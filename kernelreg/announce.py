@@ -66,9 +66,11 @@ def announce(decision: Decision, registry: Registry, facts: Facts) -> None:
         say_once(logging.INFO, _summary(decision))
     if decision.backend is None:
         return
-    # A backend's best row speaks for it: its others may be for releases that nobody should go back to.
+    # A backend's best row speaks for it: its others may be for releases that nobody should go back to. Of the chosen
+    # backend, only those speak that failed.
     best = {each.backend: each for each in reversed(decision.candidates) if each.backend != decision.backend}
-    for candidate in best.values():
+    failed = [each for each in decision.candidates if each.backend == decision.backend and _failed(each)]
+    for candidate in (*best.values(), *failed):
         rejected = candidate.status == "rejected" and _installed_but_unusable(candidate)
         if rejected and _better(candidate, decision, registry, facts):
             say_once(logging.WARNING, _warning(candidate, decision))
@@ -85,6 +87,10 @@ def _summary(decision: Decision) -> str:
 
 def _installed_but_unusable(candidate: Candidate) -> bool:
     return all(reason.code in _REPAIRABLE for reason in candidate.reasons)
+
+
+def _failed(candidate: Candidate) -> bool:
+    return any(reason.code == ReasonCode.QUARANTINED for reason in candidate.reasons)
 
 
 def _better(candidate: Candidate, decision: Decision, registry: Registry, facts: Facts) -> bool:

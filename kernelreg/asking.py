@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kernelreg.children import alike
+from kernelreg.children import alike, death, end_with_parent
 from kernelreg.errors import KernelregError
 from kernelreg.faults import last_line, one_line
 
@@ -79,22 +79,11 @@ def ask(module: str, question: msgspec.Struct, answer: type[Answer], limit: floa
     raise NoAnswerError(f"{cause}; its last words: {words}" if words else cause)
 
 
-def death(code: int | None) -> str:
-    """How a process ended: the signal's name, or the exit code."""
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return f"the process died of {signal.Signals(-code).name}"
-    return f"the process ended with exit code {code}"
-
-
 def reply(kind: type[Question], respond: Callable[[Question], msgspec.Struct]) -> int:
     """The child's side: read the question, send the answer. What ``respond`` raises ends the process."""
     question = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
-    end_with_parent()
     wire = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # libraries are not to read, or to keep, the wire
-    os.close(nothing)
+    end_with_parent()
     answer = msgspec.json.encode(respond(question)) + b"\n"
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # they may be anything by now
@@ -102,20 +91,6 @@ def reply(kind: type[Question], respond: Callable[[Question], msgspec.Struct]) -
     while answer:
         answer = answer[os.write(wire, answer) :]
     return 0
-
-
-def end_with_parent() -> None:
-    """See that nothing of this process group is left when the parent is gone, however it went.
-
-    A process watches, not a thread: a library that hangs may hold the interpreter's lock.
-    """
-    if os.fork() == 0:
-        try:
-            os.closerange(1, 3)  # whoever reads there waits for the child's end, not for this process
-            while os.read(0, 1):
-                pass
-        finally:
-            os.killpg(0, signal.SIGKILL)
 
 
 class _Heard:

@@ -303,12 +303,15 @@ class Descriptor(_Table, frozen=True, kw_only=True):
         adapter: the module that has the kernels' functions; imported when one of them is chosen.
         homepage: where the library is described.
         install: the command that installs it.
+        claims: a module that asks the installed library what it takes (:mod:`kernelreg.claims`); imported in a child
+            process alone, by ``kernelreg backends --stale``.
         bridges: what the adapter does in the library's place, so that the contract holds, with its cost.
     """
 
     schema: Literal[1]
     name: Name
     adapter: Name
+    claims: Name | None = None
     homepage: Text | None = None
     install: Text | None = None
     bridges: dict[Name, Text] = {}
@@ -320,8 +323,9 @@ class Descriptor(_Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r}; accepted: lower-case letters, digits and underscores")
-        if not all(map(_is_identifier, self.adapter.split("."))):
-            raise ValueError(f"adapter {self.adapter!r}; accepted: a module's dotted name")
+        for key, module in (("adapter", self.adapter), ("claims", self.claims)):
+            if module is not None and not all(map(_is_identifier, module.split("."))):
+                raise ValueError(f"{key} {module!r}; accepted: a module's dotted name")
         counts = Counter((kernel.operation, kernel.name) for kernel in self.kernel)
         for (operation, name), count in counts.items():
             if count > 1:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernelreg.call import Call
 from kernelreg.dispatch import Dispatcher
-from kernelreg.errors import CallError, ConfigurationError, unknown_name
+from kernelreg.errors import CallError, ConfigurationError, NoBackendError, unknown_name
 from kernelreg.fallback import Kept, keep_away
 from kernelreg.ops import operation_named
 from kernelreg.ops.gdn_arguments import check_arguments, real_scale
@@ -213,13 +213,17 @@ def _run(
         function = dispatch.decide(key, call)
         if initial_state is not None and state_indices is not None and "capture" not in call.features:
             kept = Kept(initial_state, state_indices)
-    try:
-        return function(q, k, v, g, beta, **words)  # type: ignore[no-any-return]
-    except (Exception, SystemExit) as error:  # a library's: an automatic choice goes on to the next kernel
-        call = _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown)
-        keep_away(call, error, kept, in_place=state_indices is not None)
-    key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)  # what has changed tells other sizes
-    return dispatch.decide(key, call)(q, k, v, g, beta, **words)  # type: ignore[no-any-return]
+    while True:  # until a kernel runs: each that fails is kept away, so none is tried twice
+        try:
+            return function(q, k, v, g, beta, **words)  # type: ignore[no-any-return]
+        except (Exception, SystemExit) as error:  # a library's: an automatic choice goes on to the next kernel
+            call = _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown)
+            keep_away(call, error, kept, in_place=state_indices is not None)
+            key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)  # what has changed tells other sizes
+            try:
+                function = dispatch.decide(key, call)
+            except NoBackendError as none:
+                raise none from error
 
 
 def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:

@@ -112,7 +112,7 @@ def descriptor_path(entry_point: importlib.metadata.EntryPoint) -> Path:
     try:
         top, *below = entry_point.module.split(".")
         file = entry_point.attr or "backend.toml"
-    except AttributeError:  # the value has not even the form of one
+    except (AttributeError, AssertionError):  # the value has not even the form of one; from 3.13 on this is asserted
         raise DescriptorError(
             f"entry point {entry_point.name!r} names {entry_point.value!r}; accepted: package, or package:file.toml"
         ) from None

@@ -206,12 +206,56 @@ def test_once_a_kernel_has_run_states_are_not_copied_and_a_failure_is_too_late(b
     assert broken.calls == 2
 
 
-def test_a_second_failure_is_raised(broken: Broken) -> None:
-    accepts = {"features": FEATURES}
-    undo = kernelreg.register(descriptor("second", adapter="broken_adapter", kernel={"accepts": accepts}))
+@pytest.fixture
+def second(broken: Broken) -> Iterator[None]:
+    """Another backend that ranks next and does what ``broken`` does."""
+    kernel = {"accepts": {"features": FEATURES}, "preference": [{"speedup": 400, "source": "made up for a test"}]}
+    undo = kernelreg.register(descriptor("second", adapter="broken_adapter", kernel=kernel))
+    yield
+    undo()
+
+
+@pytest.mark.usefixtures("second")
+def test_each_kernel_that_fails_is_said_and_the_next_one_tried(
+    broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kernelreg"):
+        check(gdn_call(seed=1))
+        check(gdn_call(seed=2))
+    assert broken.calls == 2
+    told = [line.partition(" is installed")[0].removeprefix("gdn.chunk on cpu runs ") for line in caplog.messages]
+    assert told == ["second only: broken row", "torch chunk: second only", "torch chunk: broken row"]
+
+
+def test_another_row_of_the_same_backend_may_run_and_it_is_said(
+    broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kernelreg.use(backend="torch"):
+        sys.modules["broken_adapter"].well = kernelreg.resolve("gdn").function  # type: ignore[attr-defined]
+    rows = [
+        {
+            "operation": "gdn.chunk",
+            "name": name,
+            "function": name,
+            "accepts": {"features": FEATURES},
+            "preference": [{"speedup": speedup, "source": "made up for a test"}],
+        }
+        for name, speedup in (("run", 900), ("well", 800))
+    ]
+    undo = kernelreg.register({**descriptor("third", adapter="broken_adapter"), "kernel": rows})
     try:
-        with kernelreg.use(disable="torch"), pytest.raises(ValueError, match="no kernel for this shape"):
-            chunk_gated_delta_rule(**gdn_call())
+        with caplog.at_level(logging.WARNING, "kernelreg"):
+            check(gdn_call())
     finally:
         undo()
+    (line,) = caplog.messages
+    assert line.startswith("gdn.chunk on cpu runs third well: third run is installed and ranks higher, but cannot run")
+
+
+@pytest.mark.usefixtures("second")
+def test_where_all_have_failed_the_last_error_is_the_cause(broken: Broken) -> None:
+    with kernelreg.use(disable="torch"), pytest.raises(kernelreg.NoBackendError) as caught:
+        chunk_gated_delta_rule(**gdn_call())
+    assert caught.value.__cause__ is broken.error
+    assert str(caught.value).count("ValueError: no kernel for this shape") == 2
     assert broken.calls == 2

@@ -32,6 +32,8 @@ from tests.hostile import DISCOVERY, IMPORTS, LOOPS, PATCHES, Hostile, descripto
 
 ROOT = Path(__file__).parent.parent
 BUILT_IN = ("fla", "flash_qla", "flashinfer", "torch")
+#: A machine on which the plugins could run, also where there is no torch.
+CPU = {"KERNELREG_FACTS": str(machines.FACTS / "cpu-only.json")}
 HARMLESS = {case: hostile for case, hostile in IMPORTS.items() if not hostile.deadly}
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -54,7 +56,7 @@ def doctor(site: Path, *words: str, **variables: str) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, "-m", "kernelreg", "doctor", *words],
         cwd=site,
-        env={**os.environ, "PYTHONPATH": path, **variables},
+        env={**os.environ, "PYTHONPATH": path, **CPU, **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -114,6 +116,15 @@ def test_ours_are_imported_too_and_change_nothing_that_decides(deep: dict[str, A
     assert deep["ok"] is True
 
 
+@needs_torch
+def test_what_torch_replaces_itself_is_no_patch(site: Path) -> None:
+    code = "import torch\nbefore = torch.manual_seed\nimport torch._dynamo\nprint(torch.manual_seed is before)"
+    name = install_hostile(site, "compiler", Hostile(code, None, ""))
+    found = import_adapter(name, Adapter(module=f"{name}.adapter", functions=("run",)))
+    assert found.reason is None
+    assert not [each for each in found.changed if "replaced" in each]
+
+
 @pytest.mark.parametrize("case", HARMLESS)
 def test_an_automatic_choice_moves_on_and_the_process_lives(
     case: str, site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -167,6 +178,18 @@ def test_with_nothing_else_to_run_the_deep_doctor_is_not_ok(site: Path) -> None:
     assert not any("gdn.chunk" in each for each in json.loads(shallow.stdout)["unmet"])
 
 
+def test_strict_lets_nothing_stand_in_for_an_adapter_that_takes_the_process_along(site: Path) -> None:
+    name = install_hostile(site, "abort in C", IMPORTS["abort in C"])
+    install_hostile(site, "sound", Hostile("", None, ""))
+    variables = {"KERNELREG_DISABLE": ",".join(BUILT_IN), "KERNELREG_STRICT": "1"}
+    report = json.loads(doctor(site, "--deep", "--json", **variables).stdout)
+    decision = report["decisions"][0]
+    assert decision["backend"] is None
+    other = reasons(report, package("sound"))
+    assert [each["code"] for each in other] == ["not-selected"]
+    assert f"{name} only ranks higher and cannot be imported; strict allows no fallback" in other[0]["actual"]
+
+
 @needs_torch
 def test_the_doctor_says_whether_adapters_were_imported(site: Path) -> None:
     assert "Adapters were not imported." in doctor(site).stdout
@@ -186,7 +209,7 @@ def test_nothing_is_left_when_the_doctor_is_stopped(site: Path, stop: signal.Sig
     code = f"import os\nfile = os.open({str(pipe)!r}, os.O_WRONLY)\nos.write(file, b'here')\nwhile True: pass"
     install_hostile(site, "hang", Hostile(code, None, ""))
     path = os.pathsep.join([str(site), str(ROOT)])
-    variables = {**os.environ, "PYTHONPATH": path, "KERNELREG_DISABLE": ",".join(BUILT_IN)}
+    variables = {**os.environ, **CPU, "PYTHONPATH": path, "KERNELREG_DISABLE": ",".join(BUILT_IN)}
     command = [sys.executable, "-m", "kernelreg", "doctor", "--deep"]
     with subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         with pipe.open("rb") as file:  # waits until the adapter is there

@@ -94,7 +94,7 @@ def fused_recurrent_gated_delta_rule(
     if decodes_in_place(q, g, beta, options):
         return decode_in_place(q, k, v, g, beta, options)
     if "state_indices" in options:
-        return on_pool(chunk_gated_delta_rule, q, k, v, g, beta, **options)
+        return on_pool(chunk_gated_delta_rule, q, k, v, g, beta, mixes_rows=True, **options)
     return chunk_gated_delta_rule(q, k, v, g, beta, **options)
 
 

@@ -1,4 +1,4 @@
-"""``kernelreg backends``: every backend and row, where it runs, and whether it could run here."""
+"""``kernelreg backends``: every backend and row, where it runs, whether it could run here, and what is out of date."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import json
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, facts_of, write
+from kernelreg.cli._shared import console, facts_of, seconds, working, write
 from kernelreg.descriptor import Kernel, full
+from kernelreg.errors import ConfigurationError
 from kernelreg.machine import Facts, Problem
 from kernelreg.ops import operations
 from kernelreg.policy import Policy
@@ -17,6 +18,7 @@ from kernelreg.registry import Backend
 from kernelreg.resolver import Candidate, decide
 from kernelreg.schema import descriptor_schema
 from kernelreg.session import session
+from kernelreg.stale import CLAIMS_SECONDS, Checked, Stale, check
 
 NAME = "backends"
 HELP = "List every backend, its kernels and whether they could run here; broken descriptors with their cause."
@@ -26,13 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What else can be printed of them."""
     parser.add_argument("--device", help="the device to judge for; the current accelerator if not given")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of backend.toml instead")
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="ask the installed libraries what they take, and print the limits that are too wide or too narrow",
+    )
+    parser.add_argument(
+        "--limit",
+        type=seconds,
+        default=CLAIMS_SECONDS,
+        metavar="S",
+        help=f"seconds for each library of --stale ({CLAIMS_SECONDS:g})",
+    )
 
 
 def run(words: argparse.Namespace) -> int:
-    """0, or 1 where a backend could not be read."""
+    """0, or 1 where a backend could not be read, or with ``--stale`` where a limit is out of date."""
     if words.schema:
         write(descriptor_schema())
         return 0
+    if words.stale:
+        return _run_stale(words)
     registry = session.registry()
     facts = facts_of(words)
     device = words.device or session.default_device(facts)
@@ -42,6 +58,57 @@ def run(words: argparse.Namespace) -> int:
     else:
         _show(registry.backends, registry.problems, device, verdicts)
     return 1 if registry.problems else 0
+
+
+def _run_stale(words: argparse.Namespace) -> int:
+    """0 where no installed library contradicts its descriptor, 1 where one does."""
+    if words.facts is not None:
+        raise ConfigurationError(
+            "--stale asks the libraries that are installed here; --facts speaks of another machine"
+        )
+    facts, results, silent = session.detected(), [], []
+    for backend in session.registry().backends:
+        with working(f"asking the library of {backend.name}"):
+            found = check(backend, facts, words.limit)
+        results += [found] if found is not None else []
+        silent += [backend.name] if found is None else []
+    stale = any(each.stale for each in results)
+    if words.json:
+        data = {"schema": 1, "stale": stale, "backends": msgspec.to_builtins(results), "nothing_to_ask": silent}
+        write(json.dumps(data, indent=2))
+    else:
+        _show_stale(results, silent)
+    return 1 if stale else 0
+
+
+def _show_stale(results: list[Checked], silent: list[str]) -> None:
+    out = console()
+    for each in results:
+        packages = ", ".join(f"{name} {version}" for name, version in each.packages.items())
+        out.print(f"{each.backend}  {packages}".rstrip(), style="bold")
+        if each.agreed:
+            out.print(f"  {each.agreed} of its library's answers agree with the descriptor", style="green")
+        for stale in each.stale:
+            out.print(f"  {stale.limit}: {stale.claim.subject}", style="red")
+            for line in _contradiction(stale):
+                out.print(f"    {line}")
+        for lost in each.unasked:
+            out.print(f"  cannot be asked: {lost.asked}: {lost.cause}", style="yellow")
+    if silent:
+        out.print(f"nothing to ask: {', '.join(silent)}", style="dim")
+
+
+def _contradiction(stale: Stale) -> list[str]:
+    """What the descriptor says, and what the library does."""
+    asked = stale.claim.asked
+    if stale.limit == "too wide":
+        return [
+            f"{', '.join(stale.kernels)} would take it",
+            f"{asked} refuses it: {stale.claim.said or 'no reason given'}",
+        ]
+    row = ", ".join(stale.kernels) or "no row of this operation"
+    against = [f"{row}: {reason}" + (f" ({reason.url})" if reason.url else "") for reason in stale.reasons]
+    return [f"{asked} takes it", *(against or [row])]
 
 
 def _verdicts(facts: Facts, device: str) -> dict[tuple[str, str, str], Candidate]:

@@ -75,6 +75,8 @@ def _form(entry: str) -> str:
 
 
 def _find(cards: Sequence[Card], entry: str) -> Device | None:
+    if entry in ("GPU-", "MIG-"):  # a prefix of every UUID names none (driver 580.159.04)
+        return None
     if _form(entry) != "index":
         named = [card.default for card in cards if (card.device.uuid or "").startswith(entry)]
         named += [each for card in cards for each in card.instances if (each.uuid or "").startswith(entry)]

@@ -257,7 +257,7 @@ class _Maker:
             yield case(name, ones, slots=slots, states=each, **layer)
         yield case("pool, raw gates in bfloat16, state_v_first, CUDA graph", ones, slots=slots, capture=True, **layer)
         yield case("pool, three tokens a sequence", (3, 3, 3, 3), slots=slots, state_v_first=True)
-        yield case("pool, packed, with gaps", (2, 0, 1, 3), packed=True, behind=2, slots=slots)
+        yield case("pool, packed, with gaps", (2, 3, 0, 1), packed=True, behind=2, slots=slots)
         for form in ("", ", state_v_first"):
             turned = {"state_v_first": bool(form)}
             yield case(f"verification, a slot a token{form}", (3, 3, 3, 3), slots=verify, **turned)

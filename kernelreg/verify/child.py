@@ -7,12 +7,12 @@ output carries one JSON line a message; whatever the libraries print there goes 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Any
 
 import msgspec
 
+from kernelreg.children import end_with_parent
 from kernelreg.verify.outcome import Outcome
 
 
@@ -48,7 +48,7 @@ Message = Started | Judged
 def main() -> int:
     """Judge until the cases, or the device, are used up."""
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
-    _end_with_parent()
+    end_with_parent()
     wire = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 
@@ -66,23 +66,6 @@ def main() -> int:
         if not _alive(task.device):
             return 1  # a CUDA error outlives the call that made it: the next case needs a new process
     return 0
-
-
-def _end_with_parent() -> None:
-    """See that nothing of this process group is left when the parent is gone, however it went.
-
-    A process watches, not a thread: a library that hangs may hold the interpreter's lock.
-    """
-    if os.fork() == 0:
-        try:
-            os.closerange(1, 3)  # whoever reads there waits for the child's end, not for this process
-            while os.read(0, 1):
-                pass
-        finally:
-            os.killpg(0, signal.SIGKILL)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # libraries are not to read, or to keep, what is watched
-    os.close(nothing)
 
 
 def _alive(device: str) -> bool:

@@ -82,7 +82,7 @@ def _unseen(case: Case, lengths: tuple[int, ...]) -> Iterator[tuple[int | slice,
     rows: tuple[int | tuple[int, ...], ...] = case.slots
     for number, slots in enumerate(rows):
         token = case.accepted[number] - 1 if case.accepted else 0
-        if (slots[token] if isinstance(slots, tuple) else slots) < 0:
+        if not 0 <= (slots[token] if isinstance(slots, tuple) else slots) < _POOL:
             first = sum(lengths[:number])
             yield (0, slice(first, first + lengths[number])) if case.packed else (number,)
 

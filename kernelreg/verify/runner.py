@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 
 import msgspec
 
-from kernelreg.children import alike
+from kernelreg.children import alike, death
 from kernelreg.verify.child import Judged, Message, Started, Task
 from kernelreg.verify.outcome import Outcome
 
@@ -49,7 +49,7 @@ def run_backend(task: Task, limit: float, total: int, told: Callable[[Outcome], 
             late = time.monotonic() >= deadline
         unheard = started is None and len(outcomes) == before
         if late or started is not None or unheard:
-            cause = f"not done after {limit:g} s" if late else _death(child.returncode, errors)
+            cause = f"not done after {limit:g} s" if late else " ".join([death(child.returncode), *errors])
             outcomes.append(_lost(task, started, cause))
             told(outcomes[-1])
         if late or unheard:  # what dies before its first case, as where torch cannot be imported, dies each time
@@ -107,14 +107,6 @@ def _messages(child: subprocess.Popen[bytes], deadline: float) -> Iterator[Start
             for line in lines:
                 with contextlib.suppress(msgspec.DecodeError):  # what others print before the child takes the pipe
                     yield _MESSAGE.decode(line)
-
-
-def _death(code: int | None, words: list[str]) -> str:
-    """How the child ended, and the last that it said."""
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return " ".join([f"the process died of {signal.Signals(-code).name}", *words])
-    return " ".join([f"the process ended with exit code {code}", *words])
 
 
 def _lost(task: Task, started: Started | None, cause: str) -> Outcome:
