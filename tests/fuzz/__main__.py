@@ -2,7 +2,7 @@
 
     python -m tests.fuzz [--target NAME] [--executions N] [--seed S] [--jobs N] [--report FILE] [--keep]
 
-Needs atheris (``pip install atheris``), which is built for CPython on Linux and macOS.
+Needs atheris (``pip install atheris``), which has wheels for Linux on x86_64.
 """
 
 from __future__ import annotations

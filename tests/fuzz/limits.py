@@ -30,10 +30,6 @@ class Failure:
     where: str
     text: str
 
-    @property
-    def name(self) -> str:
-        return name_of(self.data)
-
 
 def name_of(data: bytes) -> str:
     """The file name of an input in the corpus."""
