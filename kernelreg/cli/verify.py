@@ -86,7 +86,7 @@ def run(words: argparse.Namespace) -> int:
             raise ConfigurationError(f"--backend {name}: {unknown_name('backend', name, names)}")
     device = words.device or session.default_device(facts)
     runnable, left = _usable(facts, wanted, words.backend or names, device, policy)
-    outcomes = _judge(runnable, device, words.limit, quiet=words.json)
+    outcomes, kept = _judge(runnable, device, words.limit, facts.fingerprint, quiet=words.json)
     report = Report(
         ok=not any(each.status == "wrong" for each in outcomes)
         and bool(outcomes)
@@ -96,7 +96,7 @@ def run(words: argparse.Namespace) -> int:
         fingerprint=facts.fingerprint,
         outcomes=outcomes,
         left_out=left,
-        kept=_keep(facts.fingerprint, outcomes),
+        kept=kept,
     )
     if words.json:
         write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
@@ -133,15 +133,30 @@ def _usable(
     return runnable, tuple(left)
 
 
-def _judge(pairs: list[tuple[str, str]], device: str, limit: float, *, quiet: bool) -> tuple[Outcome, ...]:
+def _judge(
+    pairs: list[tuple[str, str]], device: str, limit: float, fingerprint: str, *, quiet: bool
+) -> tuple[tuple[Outcome, ...], str | None]:
+    """What was found, and where it is kept: each backend's as soon as it is done, for the next may not end.
+
+    None in place of the path where nothing ran or not all can be kept.
+    """
     sizes = "small" if device == "cpu" else "real"
     counts = {operation: len(cases(operation, sizes, draws=_DRAWS, quick=True)) for operation, _ in pairs}
     outcomes: list[Outcome] = []
+    kept: str | None = None
+    unkept: dict[str, None] = {}
     with _progress(sum(counts[operation] for operation, _ in pairs), quiet) as advance:
         for operation, backend in pairs:
             task = Task(operation=operation, backend=backend, device=device, sizes=sizes, draws=_DRAWS, skip=0)
-            outcomes += run_backend(task, limit, counts[operation], advance)
-    return tuple(outcomes)
+            found = run_backend(task, limit, counts[operation], advance)
+            outcomes += found
+            try:
+                kept = _keep(fingerprint, tuple(found))
+            except KernelregError as error:
+                unkept[str(error)] = None
+    for text in unkept:
+        print(f"kernelreg: the results are not kept: {text}", file=sys.stderr)
+    return tuple(outcomes), None if unkept else kept
 
 
 @contextmanager
@@ -161,21 +176,19 @@ def _progress(total: int, quiet: bool) -> Iterator[Any]:
         )
 
 
-def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str | None:
-    """Merge the run into the record of this machine; gives its path, or None where nothing ran or can be kept."""
-    if not outcomes:
-        return None
+def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str:
+    """Merge outcomes into the record of this machine; gives its path.
+
+    Raises:
+        KernelregError: it cannot be written.
+    """
     date = datetime.date.today().isoformat()
     try:
         known = load_record(fingerprint)
     except KernelregError:
         known = None  # a broken record is replaced
     record = known or Record(date=date, fingerprint=fingerprint)
-    try:
-        return encodable(str(save_record(record.with_run(outcomes, date))))
-    except KernelregError as error:
-        print(f"kernelreg: the results are not kept: {error}", file=sys.stderr)
-        return None
+    return encodable(str(save_record(record.with_run(outcomes, date))))
 
 
 def _show(report: Report, out: Console) -> None:
