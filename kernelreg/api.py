@@ -231,6 +231,9 @@ def make_policy(
 def register(backend: str | os.PathLike[str] | Mapping[str, Any] | Descriptor) -> Callable[[], None]:
     """Add a backend to this process; gives the function that takes it out again.
 
+    Only this process knows it: ``python -m kernelreg``, and the child processes in which ``verify`` judges, know the
+    backends that are installed.
+
     Args:
         backend: the path of a ``backend.toml``, its content as plain data, or a descriptor.
 

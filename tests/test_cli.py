@@ -79,6 +79,7 @@ def test_resolve_without_a_kernel_explains_and_exits_1(capsys: Output) -> None:
         (["resolve", "gdn", "--facts", "nowhere.json"], "nowhere.json: No such file"),
         (["doctor", "--require", "fla"], "accepted: OP=BACKEND"),
         (["doctor", "--require", "gdn=flashqla"], "did you mean 'flash_qla'?"),
+        (["doctor", "--require", "gdn=mine"], "not those that a program gives to kernelreg.register()"),
         (["doctor", "--require", "gnd=fla"], "did you mean 'gdn'?"),
         (["doctr"], "invalid choice"),
         ([], "required"),

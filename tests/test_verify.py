@@ -19,6 +19,7 @@ import pytest
 
 import kernelreg
 from kernelreg.call import make_call
+from kernelreg.cli import main
 from kernelreg.findings import quarantine_reasons
 from kernelreg.ops import operation_named
 from kernelreg.verify.cases import Case, cases
@@ -356,11 +357,21 @@ def test_an_asked_for_backend_that_cannot_run_is_not_ok(verify: Any) -> None:
     assert "not ok: nothing could run" in done.stdout
 
 
+def test_a_registered_backend_is_left_out_with_the_reason(backend: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name is no child process's, and that is no fault of its kernels."""
+    assert main(["verify", "gdn", "--backend", "acme", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (left,) = report["left_out"]
+    assert "it was given to kernelreg.register()" in left["reasons"][0]
+    assert report["outcomes"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("gdnn",), "did you mean 'gdn'"),
         (("--backend", "acm"), "did you mean 'acme'"),
+        (("--backend", "mine"), "not those that a program gives to kernelreg.register()"),
         (("--facts", "x.json"), "verify runs kernels on this machine"),
         (("--limit", "soon"), "--limit"),
     ],

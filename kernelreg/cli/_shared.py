@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from kernelreg.errors import ConfigurationError, unknown_name
 from kernelreg.machine import CPU, Device, Facts
 from kernelreg.session import session
 
@@ -48,6 +49,23 @@ def console() -> Console:
 def on_terminal(stream: TextIO | None) -> bool:
     """Whether a person reads the stream; there is none where the program was started with it closed."""
     return stream is not None and stream.isatty()
+
+
+def known_backend(said: str, name: str, names: tuple[str, ...]) -> str:
+    """A backend that a person named.
+
+    Args:
+        said: what was written, as it was written.
+
+    Raises:
+        ConfigurationError: there is none of that name; names the nearest.
+    """
+    if name not in names:
+        raise ConfigurationError(
+            f"{said}: {unknown_name('backend', name, names)} (the command line sees the backends that are installed, "
+            "not those that a program gives to kernelreg.register())"
+        )
+    return name
 
 
 def describe(device: Device) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, on_terminal, seconds, write
-from kernelreg.errors import ConfigurationError, KernelregError, encodable, unknown_name
+from kernelreg.cli._shared import console, known_backend, on_terminal, seconds, write
+from kernelreg.errors import ConfigurationError, KernelregError, encodable
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
 from kernelreg.policy import Policy
@@ -35,6 +35,12 @@ HELP = "Run the backends here on calls with known answers; a kernel that is wron
 
 #: Calls drawn at random beside the contract's rows.
 _DRAWS = 8
+
+#: Why a backend that a program has registered is not judged by a command that it calls.
+_NOT_INSTALLED = (
+    "it was given to kernelreg.register(), and the child processes that judge know installed backends alone; "
+    "fix: install it with an entry point, or judge it with kernelreg.testing"
+)
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +88,7 @@ def run(words: argparse.Namespace) -> int:
     wanted = [operation_named(words.operation).name] if words.operation else [each.name for each in operations()]
     names = session.registry().names()
     for name in words.backend or ():
-        if name not in names:
-            raise ConfigurationError(f"--backend {name}: {unknown_name('backend', name, names)}")
+        known_backend(f"--backend {name}", name, names)
     device = words.device or session.default_device(facts)
     runnable, left = _usable(facts, wanted, words.backend or names, device, policy)
     outcomes, kept = _judge(runnable, device, words.limit, facts.fingerprint, quiet=words.json)
@@ -121,11 +126,14 @@ def _usable(
     """
     disabled = msgspec.structs.replace(policy, backend={}, prefer=(), strict=False)
     runnable, left = [], []
+    installed = session.installed().names()
     for operation in wanted:
         decision = decide(session.registry(), facts, make_call(operation, device), disabled, session.ruled_out)
         for backend in backends:
             rows = [each for each in decision.candidates if each.backend == backend]
-            if any(each.accepted for each in rows):
+            if rows and backend not in installed:
+                left.append(Left(operation=operation, backend=backend, reasons=(_NOT_INSTALLED,)))
+            elif any(each.accepted for each in rows):
                 runnable.append((operation, backend))
             elif (closest := closest_row(rows, backend)) is not None:
                 reasons = tuple(str(reason) for reason in closest.reasons)
