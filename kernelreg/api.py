@@ -239,14 +239,19 @@ def register(backend: str | os.PathLike[str] | Mapping[str, Any] | Descriptor) -
 
     Raises:
         DescriptorError: the descriptor is not one; names file, key and what is accepted.
-        ConfigurationError: a backend of that name is there already.
+        ConfigurationError: a backend of that name is there already, or none of the three was given.
     """
     if isinstance(backend, Descriptor):
         descriptor, origin = backend, "register()"
     elif isinstance(backend, Mapping):
         descriptor, origin = make_descriptor(dict(backend)), "register()"
-    else:
+    elif isinstance(backend, (str, os.PathLike)):
         descriptor, origin = load_descriptor(backend), os.fspath(backend)
+    else:
+        raise ConfigurationError(
+            f"register({backend!r:.100}); accepted: the path of a backend.toml, its content as a mapping, "
+            "or a Descriptor"
+        )
     return session.add(Backend(descriptor=descriptor, origin=origin))
 
 
@@ -254,5 +259,10 @@ def on_resolve(callback: Observer) -> Callable[[], None]:
     """Call ``callback(resolution)`` after each decision; gives the function that stops it.
 
     A callback that raises is said once in the log, and the call goes on.
+
+    Raises:
+        ConfigurationError: it cannot be called.
     """
+    if not callable(callback):
+        raise ConfigurationError(f"on_resolve({callback!r:.100}); accepted: a callable that takes a Resolution")
     return session.observe(callback)

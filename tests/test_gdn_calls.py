@@ -164,6 +164,13 @@ def test_names_order_and_defaults_are_flas() -> None:
     [
         ({"q": [1.0]}, "q is a list; accepted: a tensor"),
         ({"beta": None}, "beta is a NoneType"),
+        ({"output_final_state": "no"}, "output_final_state is a str; accepted: True or False"),
+        ({"output_final_state": torch.zeros(1)}, "output_final_state is a Tensor; accepted: True or False"),
+        ({"use_qk_l2norm_in_kernel": 2}, "use_qk_l2norm_in_kernel is a int; accepted: True or False"),
+        ({"state_v_first": [True]}, "state_v_first is a list; accepted: True or False"),
+        ({"transpose_state_layout": "no"}, "transpose_state_layout is a str; accepted: True or False"),
+        ({"use_gate_in_kernel": "no"}, "use_gate_in_kernel is a str; accepted: True or False"),
+        ({"head_first": torch.zeros(1)}, "head_first is a Tensor; accepted: True or False"),
         ({"q": torch.zeros(2, 300, 32)}, r"q is \[2, 300, 32\]"),
         ({"k": torch.zeros(2, 300, 2, 16)}, r"k is \[2, 300, 2, 16\]; accepted: q's"),
         ({"v": torch.zeros(2, 300, 3, 48)}, r"HV \(here 3\) a multiple of H \(2\)"),

@@ -120,6 +120,20 @@ def real_scale(scale: object) -> float | None:
     return number
 
 
+def yes_or_no(name: str, value: object) -> bool:
+    """A flag as a plain bool: numpy's, 0, 1 and None are ones, too.
+
+    Raises:
+        CallError: anything else; a text is true in Python, and a tensor in its place is an argument in another's.
+    """
+    if value is True or value is False:
+        return value is True
+    number = isinstance(value, int) and value in (0, 1)
+    if value is None or number or type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise CallError(f"{name} is a {type(value).__name__}; accepted: True or False")
+
+
 def _check_gates(options: Mapping[str, Any], HV: int) -> None:
     """The rules of raw gates: each flag with what it needs, and nothing without its flag."""
     for name in _OF_RAW_GATES:
