@@ -164,6 +164,8 @@ def test_names_order_and_defaults_are_flas() -> None:
     [
         ({"q": [1.0]}, "q is a list; accepted: a tensor"),
         ({"beta": None}, "beta is a NoneType"),
+        ({"cu_seqlens_cpu": torch.tensor([0, 300])}, "cu_seqlens_cpu without cu_seqlens"),
+        ({"cu_seqlens_cpu": 5}, "cu_seqlens_cpu without cu_seqlens"),
         ({"output_final_state": "no"}, "output_final_state is a str; accepted: True or False"),
         ({"output_final_state": torch.zeros(1)}, "output_final_state is a Tensor; accepted: True or False"),
         ({"use_qk_l2norm_in_kernel": 2}, "use_qk_l2norm_in_kernel is a int; accepted: True or False"),

@@ -80,6 +80,8 @@ def check_arguments(
             raise _shape("q", q, "[1, T, H, K] with cu_seqlens: the sequences are packed in one row")
         sequences = cu_seqlens.shape[0] - 1
         edges = host_edges(cu_seqlens, T, options.get("cu_seqlens_cpu"))
+    elif options.get("cu_seqlens_cpu") is not None:
+        raise CallError("cu_seqlens_cpu without cu_seqlens, whose values it has; accepted: both, or neither")
     if not q.dtype == k.dtype == v.dtype:
         raise CallError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; accepted: one dtype for the three")
     device = q.device
