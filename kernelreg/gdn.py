@@ -153,7 +153,8 @@ def fused_recurrent_gated_delta_rule(
 
     Args:
         initial_state: with ``state_indices`` the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``)
-            of any of the dtypes. It may be a view with strides of its own, but no two entries in one place.
+            of any of the dtypes. It may be a view with strides of its own, but no two entries in one place. One that
+            was made under ``torch.inference_mode`` is for calls under it.
         state_indices: ``[N]`` int32 or int64: the slot that each sequence starts from and leaves its state in. −1 is
             padding: no slot changes, the output is zero. Or ``[N, S]``, S at least the tokens of a sequence: the
             state after token t goes to slot ``[n, t]`` (−1 keeps none), so that a verification of draft tokens can

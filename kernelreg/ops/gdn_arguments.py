@@ -168,6 +168,11 @@ def _check_pool(
             f"initial_state is {list(pool.shape)} with strides {list(pool.stride())}: entries may share memory; "
             "accepted: a pool that can be written in place, each entry in a place of its own"
         )
+    if pool.is_inference() and not torch.is_inference_mode_enabled():
+        raise CallError(
+            "initial_state is a pool that was made under torch.inference_mode(), and it is updated in place; accepted: "
+            "the call under torch.inference_mode() too, or a pool made outside it"
+        )
     if slots.dtype not in _WHOLE or slots.dim() not in (1, 2) or slots.shape[0] != sequences:
         form = f"int32 or int64, [N] or [N, S] with N = {sequences}"
         raise CallError(f"state_indices is {slots.dtype} {list(slots.shape)}; accepted: {form}")
