@@ -24,6 +24,13 @@ def facts_of(words: argparse.Namespace) -> Facts:
     return session.facts() if words.facts is None else Facts.load(words.facts)
 
 
+def warn_of_environment() -> None:
+    """Say on standard error which variables are wrong or unknown: for the commands that no policy changes."""
+    _, errors, warnings = session.environment_policy()
+    for each in (*errors, *warnings):
+        print(f"kernelreg: warning: {each}", file=sys.stderr)
+
+
 def devices_of(facts: Facts) -> tuple[Device, ...]:
     """Every visible device, or the CPU where there is none."""
     return facts.devices or (CPU,)
