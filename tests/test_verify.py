@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -456,6 +457,9 @@ def test_nothing_of_a_child_outlives_the_command_but_what_was_found(
         env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="wrong@dense,seize@pool", HELD=str(pipe)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        preexec_fn=partial(
+            signal.signal, signal.SIGHUP, signal.SIG_DFL
+        ),  # nohup ignores it
     )
     try:
         wait(b"x")

@@ -151,7 +151,7 @@ def evidence(command: str, rows: list[Row], tests: int, failed: int) -> list[str
     versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
     backends = sorted({each.backend for each in rows}, key=lambda name: (name == "all", name != "torch", name))
     results = {(each.case, each.backend): each.result for each in rows}
-    refused = sum(each.result.startswith("refused") for each in rows)
+    refused, wrong = (sum(each.result.startswith(word) for each in rows) for word in ("refused", "wrong"))
     worst = max(rows, key=lambda each: each.worst_part)
     lines = [
         f"# GDN kernels under the contract, {datetime.date.today().isoformat()}",
@@ -161,9 +161,9 @@ def evidence(command: str, rows: list[Row], tests: int, failed: int) -> list[str
         f"{where}; Python {sys.version.split()[0]}, torch {facts.torch and facts.torch.version}, "
         f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions or 'no kernel library'}.",
         "",
-        f"{tests} tests, {failed} failed; {len(rows) - refused} right or as it should be, {refused} refused with a "
-        "reason. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states / gradients of q, k, "
-        "v, g, beta, the initial state, A_log and dt_bias.",
+        f"{tests} tests, {failed} failed; {len(rows) - refused - wrong} right or as it should be, {refused} refused "
+        f"with a reason, {wrong} wrong. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states "
+        "/ gradients of q, k, v, g, beta, the initial state, A_log and dt_bias.",
     ]
     if worst.worst_part:
         lines[-1] += (
@@ -179,9 +179,14 @@ def evidence(command: str, rows: list[Row], tests: int, failed: int) -> list[str
         there = [each for each in backends if any((case, each) in results for case in mine)]
         lines += ["", f"## {title}", "", f"| case | {' | '.join(there)} |", "|---" * (len(there) + 1) + "|"]
         for case, name in mine.items():
-            cells = (results.get((case, each), "–").replace("|", "/") for each in there)
+            cells = (_cell(results.get((case, each), "–")) for each in there)
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
+
+
+def _cell(result: str) -> str:
+    """A result as a table can hold it: on one line, without the table's own sign."""
+    return " ⏎ ".join(line.strip() for line in result.replace("|", "/").splitlines())
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
