@@ -457,9 +457,7 @@ def test_nothing_of_a_child_outlives_the_command_but_what_was_found(
         env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="wrong@dense,seize@pool", HELD=str(pipe)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        preexec_fn=partial(
-            signal.signal, signal.SIGHUP, signal.SIG_DFL
-        ),  # nohup ignores it
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     try:
         wait(b"x")
