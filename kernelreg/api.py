@@ -90,6 +90,8 @@ def asked(
     said = sorted(name for name, value in options.items() if value is not None)
     if said or device is not None:
         raise ConfigurationError(f"like= says all of the call; give either it or {', '.join(said or ['device'])}")
+    if not isinstance(like, Mapping):
+        raise ConfigurationError(f"like={like!r:.100}; accepted: a call's arguments by name, {{'q': q, 'k': k, …}}")
     from kernelreg.gdn import call_like
 
     call = call_like(operation, like)

@@ -69,13 +69,14 @@ def test_what_is_no_argument_is_told_with_what_is(name: str, kind: str) -> None:
         OTHERS[name][0](STRANGE[kind])
 
 
-def test_what_was_refused_left_nothing_behind() -> None:
-    before = kernelreg.resolve("gdn")
+def test_what_was_refused_left_nothing_behind(facts_folder: Path) -> None:
+    facts = facts_folder / "h200.json"
+    before = kernelreg.resolve("gdn", facts=facts)
     takes: list[Callable[[Any], object]] = [kernelreg.register, kernelreg.on_resolve]
     for take in takes:
         with pytest.raises(KernelregError):
             take(5)
-    assert kernelreg.resolve("gdn") == before
+    assert kernelreg.resolve("gdn", facts=facts) == before
 
 
 def test_a_long_value_is_not_repeated_whole() -> None:
