@@ -110,3 +110,9 @@ def working(on: str) -> Iterator[None]:
 def write(text: str) -> None:
     """A text, and the end of its line, to standard output."""
     print(text)
+
+
+def complain(text: str) -> None:
+    """One line to standard error. Where that is closed, nowhere: ``print`` would take standard output in its place."""
+    if sys.stderr is not None:
+        print(f"kernelreg: {text}", file=sys.stderr)
