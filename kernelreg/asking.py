@@ -13,16 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from kernelreg.children import KEPT, LONGEST, alike, death, end_with_parent, keep_first, keep_last, listen
 from kernelreg.errors import KernelregError
 from kernelreg.faults import last_line, one_line
-
-if TYPE_CHECKING:
-    import socket
 
 Question = TypeVar("Question", bound=msgspec.Struct)
 Answer = TypeVar("Answer", bound=msgspec.Struct)

@@ -28,7 +28,7 @@ def warn_of_environment() -> None:
     """Say on standard error which variables are wrong or unknown: for the commands that no policy changes."""
     _, errors, warnings = session.environment_policy()
     for each in (*errors, *warnings):
-        print(f"kernelreg: warning: {each}", file=sys.stderr)
+        complain(f"warning: {each}")
 
 
 def devices_of(facts: Facts) -> tuple[Device, ...]:

@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-<<<<<<< HEAD
-from kernelreg.cli._shared import console, known_backend, on_terminal, seconds, write
+from kernelreg.cli._shared import complain, console, known_backend, on_terminal, seconds, write
 from kernelreg.errors import ConfigurationError, KernelregError, encodable
-=======
-from kernelreg.cli._shared import complain, console, on_terminal, seconds, write
-from kernelreg.errors import ConfigurationError, KernelregError, encodable, unknown_name
->>>>>>> review4
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
 from kernelreg.policy import Policy
@@ -168,7 +163,7 @@ def _judge(
             except KernelregError as error:
                 unkept[str(error)] = None
     for text in unkept:
-        print(f"kernelreg: the results are not kept: {text}", file=sys.stderr)
+        complain(f"the results are not kept: {text}")
     return tuple(outcomes), None if unkept else kept
 
 
@@ -201,15 +196,7 @@ def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str:
     except KernelregError:
         known = None  # a broken record is replaced
     record = known or Record(date=date, fingerprint=fingerprint)
-<<<<<<< HEAD
     return encodable(str(save_record(record.with_run(outcomes, date))))
-=======
-    try:
-        return encodable(str(save_record(record.with_run(outcomes, date))))
-    except KernelregError as error:
-        complain(f"the results are not kept: {error}")
-        return None
->>>>>>> review4
 
 
 def _show(report: Report, out: Console) -> None:
