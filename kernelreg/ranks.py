@@ -16,7 +16,7 @@ from kernelreg.agreement import Agreed, Agreement, Asked, Message, agree_on, tol
 from kernelreg.announce import say_once
 from kernelreg.api import asked
 from kernelreg.call import Call
-from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError
+from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError, encodable
 from kernelreg.meeting import group_table
 from kernelreg.resolution import Resolution
 from kernelreg.resolver import Decision, judge
@@ -163,7 +163,7 @@ def message_of(
     """What a rank tells the others of its machine and of these calls."""
     return Message(
         rank=rank,
-        host=socket.gethostname(),
+        host=encodable(socket.gethostname()),
         sent=uuid.uuid4().hex,
         facts=asked[0][0].facts,
         asked=tuple(
@@ -176,7 +176,7 @@ def message_of(
         ),
         state=state,
         load=load,
-        trouble=tuple(trouble),
+        trouble=tuple(map(encodable, trouble)),
     )
 
 

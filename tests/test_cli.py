@@ -79,6 +79,7 @@ def test_resolve_without_a_kernel_explains_and_exits_1(capsys: Output) -> None:
         (["resolve", "gdn", "--facts", "nowhere.json"], "nowhere.json: No such file"),
         (["doctor", "--require", "fla"], "accepted: OP=BACKEND"),
         (["doctor", "--require", "gdn=flashqla"], "did you mean 'flash_qla'?"),
+        (["doctor", "--require", "gdn=mine"], "not those that a program gives to kernelreg.register()"),
         (["doctor", "--require", "gnd=fla"], "did you mean 'gdn'?"),
         (["doctr"], "invalid choice"),
         ([], "required"),
@@ -98,6 +99,24 @@ def test_facts_prints_a_file_that_loads_to_this_machines_facts(tmp_path: Path, c
     file = tmp_path / "here.json"
     file.write_text(capsys.readouterr().out)
     assert Facts.load(file) == kernelreg.facts()
+
+
+@pytest.mark.parametrize("words", [("facts",), ("backends", "--json"), ("backends",), ("facts", *facts("h200"))])
+def test_wrong_variables_are_said_where_they_change_nothing(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    code, plain = run(*words), capsys.readouterr()
+    assert plain.err == ""
+    for name, value in (("BACKEND", "flashqla"), ("STRICT", "maybe"), ("LOG", "loud"), ("BACKEN", "fla")):
+        monkeypatch.setenv(f"KERNELREG_{name}", value)
+    assert run(*words) == code
+    said = capsys.readouterr()
+    assert "did you mean 'flash_qla'" in said.err
+    assert "KERNELREG_STRICT='maybe'; accepted: " in said.err
+    assert "KERNELREG_LOG: unknown level 'LOUD'" in said.err
+    assert "unknown environment variable 'KERNELREG_BACKEN'" in said.err
+    assert all(line.startswith("kernelreg: warning: ") for line in said.err.splitlines())
+    assert said.out == plain.out
 
 
 def test_facts_reads_a_file_back(capsys: Output) -> None:
@@ -286,3 +305,12 @@ def test_a_limit_is_a_number_of_seconds(capsys: pytest.CaptureFixture[str], word
     with pytest.raises(SystemExit, match="2"):
         main([*words, f"--limit={limit}"])
     assert f"{limit}; accepted: seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["resolve", "nope"], ["facts", "--facts", "/nonexistent"], ["doctor", "--ranks"]])
+def test_where_standard_error_is_closed_standard_output_does_not_take_its_place(words: list[str]) -> None:
+    code = (
+        "import os, sys; os.close(2); sys.stderr = None\nfrom kernelreg.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
