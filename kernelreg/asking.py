@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,6 +37,8 @@ def ask(module: str, question: msgspec.Struct, answer: type[Answer], limit: floa
     Raises:
         NoAnswerError: it did not answer within ``limit`` seconds.
     """
+    import socket  # not above: Python 3.13.0 cannot import it in a folder that is gone, and the commands import this
+
     deadline = time.monotonic() + limit
     wire, printed, words = bytearray(), bytearray(), bytearray()
     try:

@@ -24,8 +24,8 @@ else:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-#: No facts file or record comes near this size; a larger one is a mistake or an attack.
-MAX_BYTES = 4 << 20
+#: No facts file or record comes near this size; a larger one is a mistake, or an attack that takes seconds to read.
+MAX_BYTES = 1 << 20
 #: Parts of a dotted key: the reader's time grows with their square.
 _MAX_PARTS = 64
 

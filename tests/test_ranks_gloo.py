@@ -101,7 +101,11 @@ def test_who_comes_too_late_is_told_what_the_others_were_and_the_next_try_is_eve
         assert second["chosen"] == ("torch", "chunk")
 
 
-@pytest.mark.parametrize(("how", "errors"), [("killed", {"RanksError"}), ("stopped", {"RanksTimeoutError"})])
+@pytest.mark.parametrize(
+    ("how", "errors"),
+    # A loaded machine may reach the limit before it sees that a connection is gone.
+    [("killed", {"RanksError", "RanksTimeoutError"}), ("stopped", {"RanksTimeoutError"})],
+)
 def test_the_rank_that_keeps_the_store_may_be_lost_too(how: str, errors: set[str]) -> None:
     answers = run_job(3, Absent(0, how), keeper=0, stops=True)
     assert sorted(answers) == [1, 2]
