@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -92,7 +93,7 @@ class Table:
             RanksError: a rank withdrew, or did not answer by ``end``; on every rank alike.
         """
         sent = encode(message)
-        received = self.exchange(sent, end)
+        received = self.exchange(sent, end, "their messages")
         if sent not in received:
             raise RanksError(
                 "the store of the process group holds what another job agreed on; accepted: a store of its own "
@@ -135,8 +136,27 @@ class Table:
         except KernelregError as error:
             logger.debug("did not see the other ranks leave: %s", error)
 
-    def exchange(self, sent: bytes, end: float) -> list[bytes]:
-        """What every rank sent, in the order of the group."""
+    @contextmanager
+    def taking_part(self, end: float) -> Iterator[None]:
+        """A block without which this rank cannot go on: where it is left by an error, the other ranks are told so."""
+        try:
+            yield
+        except Exception as error:
+            self.withdraw(f"{type(error).__name__}: {error}", end)
+            raise
+        except BaseException as error:  # Ctrl-C is not held up for long
+            self.withdraw(type(error).__name__, min(end, time.monotonic() + 1))
+            raise
+
+    def exchange(self, sent: bytes, end: float, what: str) -> list[bytes]:
+        """What every rank sent, in the order of the group.
+
+        Args:
+            what: is sent, in a few words: the same on all ranks.
+
+        Raises:
+            RanksError: a rank sent something else, withdrew, or did not answer by ``end``; on every rank alike.
+        """
         here = self._turns.next()
         started = time.monotonic()
         # The last tenth of the time is for saying that it is over.
@@ -145,7 +165,7 @@ class Table:
         def work() -> tuple[_Outcome, list[bytes]]:
             store = self._store()
             turn = self._turns.of_store(store, self.place, here)
-            store.set(f"{turn}/{self.place}", sent)  # type: ignore[arg-type]  # the store takes any bytes
+            store.set(f"{turn}/{self.place}", what.encode() + b"\0" + sent)  # type: ignore[arg-type]  # the store takes any bytes
             if self.place == 0:
                 self._collect(store, turn, inner)
             outcome = self._outcome(store, turn, inner, started)
@@ -162,7 +182,11 @@ class Table:
                 f"rank {outcome.by} waited {outcome.seconds:.1f} s",
                 outcome.missing,
             )
-        return received
+        parts = [each.partition(b"\0") for each in received]
+        others = [rank for rank, (said, _, _) in zip(self.ranks, parts, strict=True) if said != what.encode()]
+        if others:  # it was interrupted in the middle of the last call, and calls again
+            raise RanksError(f"{told_ranks(others)} did not send {what}, but another part of agree()", others)
+        return [each for _, _, each in parts]
 
     def _collect(self, store: Store, turn: int, end: float) -> None:
         """The first rank puts everyone's messages into one, so that the others read one thing each."""

@@ -81,18 +81,19 @@ def agree(
     end = time.monotonic() + limit
     question: _Question | None = None
     while True:
-        try:
+        with table.taking_part(end):
             question = question.again() if question else _Question(resolution_or_operation, words)
             message = question.message(table.rank, load)
-        except Exception as error:
-            table.withdraw(f"{type(error).__name__}: {error}", end)
-            raise
         agreed = agree_on(table.messages(message, end), table.rank)
         agreements = question.agreements(agreed)
         for each in agreements:
             if each.backend is None:
                 raise NoBackendError(each.explain(), each)
-        if not load or all(table.exchange(_loads(agreements), end)):
+        if not load:
+            break
+        with table.taking_part(end):
+            loaded = _loads(agreements)
+        if all(table.exchange(loaded, end, "whether the kernel loads")):
             break
     for decision, each in zip(agreed, agreements, strict=True):
         _announce(decision, first=table.place == 0)

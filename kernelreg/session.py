@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import reduce
 from typing import NamedTuple
@@ -470,7 +470,8 @@ def overriding(over: Policy) -> Iterator[None]:
     try:
         yield
     finally:
-        _use.reset(token)
+        with suppress(ValueError):  # a generator that is closed elsewhere: what holds there is another's
+            _use.reset(token)
 
 
 #: The override that holds in this task or thread, or None.

@@ -21,6 +21,7 @@ from kernelreg import ConfigurationError, RanksError, cli
 from tests.gloo_ranks import (
     Absent,
     Answer,
+    Interrupted,
     Loading,
     OnMachines,
     forced_differently,
@@ -218,6 +219,21 @@ def test_a_resolution_says_all_of_the_call(single: Any) -> None:
         kernelreg.agree(alone, dtype="bfloat16")
     with pytest.raises(ConfigurationError, match="read from data"):
         kernelreg.agree(kernelreg.Resolution.from_json(alone.to_json()))
+
+
+def test_an_interrupt_in_the_middle_is_told_at_once_and_the_next_call_meets() -> None:
+    first, second = values(run_job(2, Interrupted("_loads")), 2)
+    assert first == ("RanksError", "rank 1 could not take part: KeyboardInterrupt", [Answer(value="torch")])
+    assert second == ("KeyboardInterrupt", "", [Answer(value="torch")])
+
+
+def test_another_part_of_a_call_is_not_taken_for_an_answer() -> None:
+    first, second = values(run_job(2, Interrupted("messages")), 2)
+    told = "rank 1 did not send whether the kernel loads, but another part of agree()"
+    assert first == ("RanksError", told, [Answer(value="torch")])
+    interrupted, _, (error, again) = second
+    assert (interrupted, error.error, again) == ("KeyboardInterrupt", "RanksError", Answer(value="torch"))
+    assert error.text == "rank 0 did not send their messages, but another part of agree()"
 
 
 @contextmanager

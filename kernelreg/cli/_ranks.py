@@ -59,11 +59,8 @@ def run(words: argparse.Namespace, registry: Registry, required: list[tuple[str,
         complain(str(error))
         return 1
     end = time.monotonic() + limit
-    try:
+    with table.taking_part(end):
         message = _message(words, table, registry)
-    except Exception as error:
-        table.withdraw(f"{type(error).__name__}: {error}", end)
-        raise
     try:
         report = examine(table.messages(message, end), table.rank, registry, required)
     except RanksError as error:
