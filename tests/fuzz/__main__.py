@@ -156,6 +156,7 @@ def main(words: list[str]) -> int:
         setattr(everything, field, sum(getattr(row, field) for row in rows))
     everything.coverage = ""
     everything.failures = [each for row in rows for each in row.failures]
+    printed = len(report)
     report += [str(everything), ""]
     replayed = {folder: sum(1 for path in folder.rglob("*") if path.is_file()) for folder in (FAILED, SEEDS)}
     report.append(
@@ -165,7 +166,7 @@ def main(words: list[str]) -> int:
     for target, where, text, data, count in failures:
         kept_at = place(FAILED, target, data).relative_to(ROOT) if data else "its input is not known"
         report += ["", f"{target}: {where}, {count} times; {kept_at}", text]
-    print("\n".join(report[-1 - 3 * len(failures) :]), flush=True)
+    print("\n".join(report[printed:]), flush=True)
     if asked.report:
         asked.report.write_text("\n".join(report) + "\n", encoding="utf-8")
     return 1 if failures else 0
