@@ -13,7 +13,7 @@ import msgspec
 
 from kernelreg._version import __version__
 from kernelreg.call import OPTIONS, Call
-from kernelreg.decoding import decode_json
+from kernelreg.decoding import NOT_JSON, decode_json
 from kernelreg.errors import KernelregError, RanksError
 from kernelreg.machine.model import Facts
 from kernelreg.policy import Policy
@@ -187,7 +187,7 @@ def decode(sent: Iterable[bytes]) -> list[Message]:
             others = [rank for ranks in list(releases.values())[1:] for rank in ranks]
             raise RanksError(f"the ranks run different releases of kernelreg: {told}; accepted: one", others)
         return sorted((msgspec.json.decode(each, type=Message) for each in sent), key=lambda each: each.rank)
-    except msgspec.DecodeError as error:  # two states of a repository call themselves by one number
+    except NOT_JSON as error:  # two states of a repository call themselves by one number
         raise RanksError(
             f"a rank's message cannot be read: {error}; do all ranks run the same code of kernelreg {__version__}?"
         ) from error

@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from kernelreg.children import KEPT, LONGEST, alike, death, end_with_parent, keep_first, keep_last, listen
+from kernelreg.decoding import NOT_JSON
 from kernelreg.errors import KernelregError
 from kernelreg.faults import last_line, one_line
 
@@ -74,7 +75,7 @@ def ask(module: str, question: msgspec.Struct, answer: type[Answer], limit: floa
                     os.killpg(child.pid, signal.SIGKILL)  # compilers that it started, too
     said, answered, _ = wire.partition(b"\n")  # one that forks may answer twice
     if answered:
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(*NOT_JSON):
             return msgspec.json.decode(said, type=answer), one_line(printed.decode(errors="replace"))
     last = last_line(words.decode(errors="replace"))
     cause = f"no answer within {limit:g} s" if code is None and not answered else death(code)

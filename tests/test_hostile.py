@@ -465,6 +465,7 @@ def test_a_child_that_cannot_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) 
         "import sys; sys.modules['kernelreg.adapters'] = sys.modules['msgspec'] = None",
         "import signal\nfor each in set(signal.Signals) - {9, 19}: signal.signal(each, signal.SIG_IGN)",
         "import sys; sys.modules[__name__] = None",
+        "import os\nwrite = os.write\nos.write = lambda file, data: write(file, b'\"\\xff\"\\n') and len(data)",
     ],
     ids=[
         *(
@@ -478,7 +479,7 @@ def test_a_child_that_cannot_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) 
             "at exit",
             "us",
         ),
-        *("signals", "itself"),
+        *("signals", "itself", "no UTF-8"),
     ],
 )
 def test_an_adapter_that_attacks_the_child_gives_an_answer_or_a_reason(code: str, site: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import msgspec
 
+from kernelreg.decoding import NOT_JSON
 from kernelreg.machine.child import NoAnswerError, answer_of
 from kernelreg.machine.library import with_hint
 from kernelreg.machine.model import Device, Driver, Problem
@@ -27,7 +28,7 @@ def read_cuda_driver() -> tuple[Driver | None, tuple[Device, ...] | None, list[P
     try:
         data = answer_of("_cuda_driver_child.py", LIBRARY, seconds=DRIVER_SECONDS)
         answer = msgspec.json.decode(data, type=_Answer)
-    except (NoAnswerError, msgspec.DecodeError) as error:
+    except (NoAnswerError, *NOT_JSON) as error:
         return None, None, [Problem(source="cuda-driver", error=with_hint(str(error), LIBRARY))]
     problems = [Problem(source="cuda-driver", error=text) for text in answer.problems]
     return Driver(cuda=cuda_version(answer.cuda)), answer.devices, problems

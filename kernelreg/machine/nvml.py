@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from kernelreg.decoding import NOT_JSON
 from kernelreg.faults import fault_of
 from kernelreg.machine.child import NoAnswerError, answer_of
 from kernelreg.machine.cuda_driver import LIBRARY as CUDA_LIBRARY
@@ -65,7 +66,7 @@ def read_nvml() -> Reading:
         answer = msgspec.json.decode(nvml, type=_Answer)
         # Where the child did not live to say it, loading the CUDA driver's library has ended it.
         unloadable = ended if not cuda else msgspec.json.decode(cuda, type=str | None)
-    except (NoAnswerError, msgspec.DecodeError) as error:
+    except (NoAnswerError, *NOT_JSON) as error:
         return Reading(None, None, (Problem(source="nvml", error=str(error)),))
     known = [card for card in answer.cards or () if card is not None]
     known.sort(key=lambda card: card.device.pci_bus_id or "")

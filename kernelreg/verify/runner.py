@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 import msgspec
 
 from kernelreg.children import KEPT, alike, death
+from kernelreg.decoding import NOT_JSON
 from kernelreg.verify.child import Judged, Message, Started, Task
 from kernelreg.verify.outcome import Outcome
 
@@ -105,7 +106,7 @@ def _messages(child: subprocess.Popen[bytes], deadline: float) -> Iterator[Start
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                with contextlib.suppress(msgspec.DecodeError):  # what others print before the child takes the pipe
+                with contextlib.suppress(*NOT_JSON):  # what others print before the child takes the pipe
                     yield _MESSAGE.decode(line)
 
 
