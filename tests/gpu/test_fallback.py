@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ import pytest
 from kernelreg.testing.plugin import Record
 
 ROOT = Path(__file__).parents[2]
-#: Each library's cache of compiled kernels, which cannot be written where its folder is below a file.
-CACHES = {"fla": "TRITON_CACHE_DIR", "flash_qla": "TILELANG_CACHE_DIR"}
-#: FLA's second row for the call compiles the same forward kernel.
-LINES = {"fla": 2, "flash_qla": 1}
+NVCC = """#!/bin/sh
+case "$*" in
+  *--version*) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;
+  *) echo "nvcc fatal : Could not open output file" >&2; exit 1 ;;
+esac
+"""
 SCRIPT = """
 import json, logging, sys
 import torch
@@ -49,14 +52,43 @@ print(json.dumps({"first": first, "now": now, "told": told, "strict": strict, "e
 """
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_a_kernel_that_cannot_be_compiled_is_stood_in_for(name: str, tmp_path: Path, record: Record) -> None:
-    (tmp_path / "file").write_text("")
+def no_cache_folder(variable: str, folder: Path) -> dict[str, str]:
+    """The library's cache of compiled kernels cannot be written: its folder is below a file."""
+    (folder / "file").write_text("")
+    return {variable: str(folder / "file" / "cache")}
+
+
+def compiler_that_fails(variable: str, folder: Path) -> dict[str, str]:
+    """``nvcc`` tells its version and compiles nothing, and the cache is empty."""
+    program = folder / "bin" / "nvcc"
+    program.parent.mkdir()
+    program.write_text(NVCC)
+    program.chmod(0o755)
+    path = os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
+    return {variable: str(folder / "cache"), "CUDA_HOME": str(folder), "CUDA_PATH": str(folder), "PATH": path}
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "fault", "count"),
+    [
+        ("fla", "TRITON_CACHE_DIR", no_cache_folder, 2),  # its second row for the call compiles the same kernel
+        ("flash_qla", "TILELANG_CACHE_DIR", no_cache_folder, 1),
+        ("flash_qla", "TILELANG_CACHE_DIR", compiler_that_fails, 1),
+    ],
+)
+def test_a_kernel_that_cannot_be_compiled_is_stood_in_for(
+    name: str,
+    variable: str,
+    fault: Callable[[str, Path], dict[str, str]],
+    count: int,
+    tmp_path: Path,
+    record: Record,
+) -> None:
     others = ",".join(sorted({"fla", "flash_qla", "flashinfer"} - {name}))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, name, others],
         cwd=ROOT,
-        env={**os.environ, CACHES[name]: str(tmp_path / "file" / "cache"), "PYTHONPATH": _path()},
+        env={**os.environ, **fault(variable, tmp_path), "PYTHONPATH": _path()},
         capture_output=True,
         text=True,
         check=False,
@@ -67,12 +99,13 @@ def test_a_kernel_that_cannot_be_compiled_is_stood_in_for(name: str, tmp_path: P
     assert (found["first"], found["now"]) == (name, "torch")
     assert found["error"] <= 1
     lines = found["told"]  # one for each of the backend's rows that runs this call
-    assert len(lines) == LINES[name]
+    assert len(lines) == count
     assert all(f": {name} " in line for line in lines)
     assert lines[-1].startswith("gdn.chunk on cuda:0 runs torch chunk: ")
     assert name in found["strict"]
-    record(f"fallback: no cache folder for {name}, automatic", name, " ⏎ ".join(lines).replace(str(tmp_path), "…"))
-    record(f"fallback: no cache folder for {name}, strict", name, found["strict"].replace(str(tmp_path), "…"))
+    case = f"fallback: {fault.__name__.replace('_', ' ')} for {name}"
+    record(f"{case}, automatic", name, " ⏎ ".join(lines).replace(str(tmp_path), "…"))
+    record(f"{case}, strict", name, found["strict"].replace(str(tmp_path), "…"))
 
 
 def _path() -> str:
