@@ -204,7 +204,7 @@ def test_the_layout_for_cuda_graphs_gives_the_same() -> None:
         call = gdn_call(edges=edges, normalised=True, dtype=torch.float64)
         inputs = tuple(call[name] for name in ("q", "k", "v", "g", "beta"))
         ordered = layout.OrderedLayout(call["cu_seqlens"], 300, 16)
-        o, final = scan.Rule(chunk.in_chunks, 32**-0.5, False).scan(inputs, call["initial_state"], ordered)
+        o, final = scan.Rule(chunk.in_chunks, False, 32**-0.5).scan(inputs, call["initial_state"], ordered)
         wanted_o, wanted_final = expected(call)
         assert relative(o, wanted_o) <= 1e-10
         assert relative(final, wanted_final) <= 1e-10
@@ -213,7 +213,8 @@ def test_the_layout_for_cuda_graphs_gives_the_same() -> None:
 def test_long_batches_are_worked_on_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import import_module
 
-    monkeypatch.setattr(import_module("kernelreg_backends.torch.layout"), "elements_at_once", lambda device: 128 * 4 * 48)
+    layout = import_module("kernelreg_backends.torch.layout")
+    monkeypatch.setattr(layout, "elements_at_once", lambda device: 128 * 4 * 48)
     check(chunk_gated_delta_rule, gdn_call(edges=[0, 64, 70, 300]))
     check(chunk_gated_delta_rule, gdn_call())
 

@@ -86,7 +86,7 @@ def _run_exactly(
         longest = max((end - start for start, end in pairwise(edges)), default=0)
         layout = PackedLayout(edges, min(chunk, _chunk_for(longest)), q.device)
     g, beta = activate_gates(g, beta, **raw_gates)
-    rule = Rule(prepare, K**-0.5 if scale is None else scale, use_qk_l2norm_in_kernel)
+    rule = Rule(prepare, use_qk_l2norm_in_kernel, K**-0.5 if scale is None else scale)
     o, final = rule.scan((q, k, v, g, beta), state, layout)
     if o.shape[1] < T:
         o = pad(o, (0, 0, 0, 0, 0, T - o.shape[1]))

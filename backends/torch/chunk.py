@@ -14,10 +14,13 @@ What does not need S is computed for a block of chunks at once; a step of the lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .scan import Prepared
+from kernelreg.ops.gdn_arguments import to_unit_length
 
 #: A gate whose exponential is zero in every dtype, and which is finite: zero times it is zero.
 _RESET = -1e4
@@ -28,12 +31,37 @@ def chunk_size(device: torch.device) -> int:
     return 32 if device.type == "cpu" else 64
 
 
-def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Prepared:
-    """A block's chunks, ready for the loop over them.
+class Chunks(NamedTuple):
+    """What chunks need of their own tokens alone, as :class:`Prepared` has it.
 
-    Args:
-        q, k: ``[R, H, C, K]``; v: ``[R, HV, C, V]``; g, beta: ``[R, HV, C]``.
+    Attributes:
+        values: ``[M, C, V]``, the corrections if the state before a chunk were zero.
+        reads: ``[M, 2C, K]``: times the state, what that takes from the corrections, then what the queries read.
+        keys: ``[M, C, K]``, decayed to the chunk's end.
+        decay: ``[M, 1, 1]``, of the state over the chunk.
+        attention: ``[M, C, C]``, what the queries read of the corrections.
     """
+
+    values: Tensor
+    reads: Tensor
+    keys: Tensor
+    decay: Tensor
+    attention: Tensor
+
+    def step(self, rows: slice, state: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        taken, read = torch.bmm(self.reads[rows], state).chunk(2, 1)
+        corrections = self.values[rows] - taken
+        return (read, corrections), (self.decay[rows] * state).baddbmm_(self.keys[rows].mT, corrections)
+
+    def outputs(self, parts: Sequence[tuple[Tensor, ...]], scale: float) -> Tensor:
+        read, corrections = (torch.cat(each) for each in zip(*parts, strict=True))
+        return read.baddbmm_(self.attention, corrections, beta=scale, alpha=scale)
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, unit_length: bool) -> Chunks:
+    """A block's chunks, ready for the loop over them."""
+    if unit_length:
+        q, k = to_unit_length(q), to_unit_length(k)
     heads, size = q.shape[1:3]
     # [R, H, 1 or value heads of a group, C, D]: what a group shares is computed once and broadcast.
     q, k = q.unsqueeze(2), k.unsqueeze(2)
@@ -45,7 +73,7 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Prepa
     inverse = torch.linalg.solve_triangular(system, unit, upper=False, left=False, unitriangular=True)
     by_value = inverse * beta[..., None, :]
     by_key = by_value * start[..., None, :]
-    return Prepared(
+    return Chunks(
         values=(by_value @ v).flatten(0, 2),
         reads=torch.cat([by_key @ k, q * start[..., None]], -2).flatten(0, 2),
         keys=(k * between[..., -1, :, None]).flatten(0, 2),

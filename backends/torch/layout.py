@@ -19,7 +19,7 @@ class Block(NamedTuple):
 
     Attributes:
         steps: how many sequences have a chunk at each step; never grows, and sums to R, the rows of the block.
-        inputs: q, k, v, g and beta, ``[…, …, C, heads, …]`` each, where the two first dimensions are R together.
+        inputs: q and k ``[R, H, C, K]``, v ``[R, HV, C, V]``, g and beta ``[R, HV, C]``, of the dtype to compute in.
     """
 
     steps: tuple[int, ...]
@@ -48,23 +48,28 @@ class EqualLayout:
     def __init__(self, batch: int, length: int, chunk: int) -> None:
         self._batch, self._length, self._chunk = batch, length, chunk
 
-    def blocks(self, *inputs: Tensor) -> Iterator[Block]:
+    def blocks(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Block]:
         """The blocks of ``[B, T, heads, …]`` each."""
         if not self._batch or not self._length:
             return
         places = -(-self._length // self._chunk)
-        missing = places * self._chunk - self._length
+        if missing := places * self._chunk - self._length:
+            inputs = [pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) for x in inputs]
+        if places == 1:
+            yield Block((self._batch,), tuple(_rows(x.transpose(1, 2), dtype) for x in inputs))
+            return
         at_once = max(1, _tokens_at_once(inputs[2]) // (self._batch * self._chunk))
-        if missing:
-            inputs = tuple(pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) for x in inputs)
         parts = (x.unflatten(1, (places, self._chunk)).split(at_once, 1) for x in inputs)
         for part in zip(*parts, strict=True):
-            yield Block((self._batch,) * part[0].shape[1], tuple(x.transpose(0, 1) for x in part))
+            rows = (_rows(x.transpose(0, 1).transpose(2, 3), dtype).flatten(0, 1) for x in part)
+            yield Block((self._batch,) * part[0].shape[1], tuple(rows))
 
     def join(self, outputs: Sequence[Tensor], like: Tensor) -> Tensor:
         """``[R, C, HV, V]`` of each block to the shape of ``like``, ``[B, T, HV, V]``."""
         if not outputs:
             return like
+        if self._length <= self._chunk:
+            return outputs[0][:, : self._length]
         parts = [x.unflatten(0, (-1, self._batch)).transpose(0, 1) for x in outputs]
         return torch.cat(parts, 1).flatten(1, 2)[:, : self._length]
 
@@ -90,19 +95,20 @@ class PackedLayout:
         place, by_place = place.sort(stable=True)
         sequence = order[rank[by_place]]
         index = (starts[sequence] + place * chunk)[:, None] + torch.arange(chunk)
-        self._rows = _Rows(
+        self._rows = _Index(
             index.to(device, non_blocking=True), (ends[sequence][:, None] - 1).to(device, non_blocking=True)
         )
         self._steps: list[int] = (torch.bincount(place) if len(place) else place).tolist()
         self.order: Tensor | None = order.to(device, non_blocking=True)
 
-    def blocks(self, *inputs: Tensor) -> Iterator[Block]:
+    def blocks(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Block]:
         """The blocks of ``[1, T, heads, …]`` each."""
         steps = list(self._groups(_tokens_at_once(inputs[2])))
         if not steps:
             return
-        parts = (x.split([sum(each) for each in steps], 1) for x in self._rows.gather(*inputs))
-        yield from map(Block, steps, zip(*parts, strict=True))
+        parts = (x.split([sum(each) for each in steps]) for x in self._rows.gather(*inputs))
+        for each, part in zip(steps, zip(*parts, strict=True), strict=True):
+            yield Block(each, tuple(_rows(x.transpose(1, 2), dtype) for x in part))
 
     def join(self, outputs: Sequence[Tensor], like: Tensor) -> Tensor:
         """``[R, C, HV, V]`` of each block to the shape of ``like``, ``[1, T, HV, V]``."""
@@ -147,19 +153,19 @@ class OrderedLayout:
         start, end = edges, torch.cat([edges[1:], edges[-1:]])
         place = row - first_row[self.sequence]
         index = (start[self.sequence] + place * chunk)[:, None] + torch.arange(chunk, device=edges.device)
-        self._rows = _Rows(index, end[self.sequence][:, None] - 1)
+        self._rows = _Index(index, end[self.sequence][:, None] - 1)
         self.first = place == 0
 
-    def gather(self, *inputs: Tensor) -> Iterator[Tensor]:
-        """``[1, T, heads, …]`` to ``[1, R, C, heads, …]`` each."""
-        return self._rows.gather(*inputs)
+    def rows(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """A block's inputs, of ``[1, T, heads, …]`` each."""
+        return tuple(_rows(x.transpose(1, 2), dtype) for x in self._rows.gather(*inputs))
 
     def join(self, outputs: Sequence[Tensor], like: Tensor) -> Tensor:
         """``[R, C, HV, V]`` in parts to the shape of ``like``, ``[1, T, HV, V]``."""
         return self._rows.scatter(outputs, like)
 
 
-class _Rows:
+class _Index:
     """Rows of tokens of a packed batch.
 
     A row that is longer than what is left of its sequence is filled with the sequence's last token, so that a NaN
@@ -186,4 +192,9 @@ class _Rows:
         return like.new_zeros(tokens + 1, *like.shape[2:]).index_copy(0, index.flatten(), rows)[None, :tokens]
 
     def _gather(self, x: Tensor) -> Tensor:
-        return x.index_select(1, self._index.flatten()).unflatten(1, self._index.shape)
+        return x[0].index_select(0, self._index.flatten()).unflatten(0, self._index.shape)
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The view as a contiguous tensor of the dtype, in one copy at most."""
+    return x.contiguous() if x.dtype == dtype else x.to(dtype, memory_format=torch.contiguous_format)
