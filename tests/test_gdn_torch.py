@@ -49,6 +49,8 @@ def test_outputs_and_states(function: Any, dtype: torch.dtype, edges: list[int] 
         {"T": 90, "normalised": True},
         {"T": 130, "zero_gates": True},
         {"B": 0, "T": 10},
+        {"T": 40, "HV": 0},
+        {"T": 40, "HV": 0, "edges": [0, 17, 40]},
         {"T": 50, "edges": [0]},
         {"T": 50, "edges": [0, 0, 0]},
         {"T": 50, "edges": [0, 17]},

@@ -68,7 +68,7 @@ def _run_exactly(
     HV, V = v.shape[2:]
     # Half precision has too few digits for the triangular system; float64 asks for float64 throughout.
     wide = torch.float64 if torch.float64 in (q.dtype, g.dtype, beta.dtype) else torch.float32
-    sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
         state = torch.zeros(sequences, HV, K, V, dtype=wide, device=q.device)
     else:

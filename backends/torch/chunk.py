@@ -9,7 +9,7 @@ and outputs and next state follow from U by matrix products (Yang et al., "Gated
 sums over exactly the tokens between, never differences of prefix sums: a strong decay early in a chunk costs later
 tokens no precision, and a gate of minus infinity is a clean reset.
 
-What does not need S is computed for a block of chunks at once; a step of the loop over chunks is five operations.
+What does not need S is computed for a block of chunks at once; a step of the loop over chunks is four operations.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ class Chunks(NamedTuple):
         return read.baddbmm_(self.attention, corrections, beta=scale, alpha=scale)
 
 
-def in_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, unit_length: bool) -> Chunks:
+def in_chunks(inputs: Sequence[Tensor], unit_length: bool) -> Chunks:
     """A block's chunks, ready for the loop over them."""
+    q, k, v, g, beta = inputs
     if unit_length:
         q, k = to_unit_length(q), to_unit_length(k)
     heads, size = q.shape[1:3]
     # [R, H, 1 or value heads of a group, C, D]: what a group shares is computed once and broadcast.
     q, k = q.unsqueeze(2), k.unsqueeze(2)
-    v, g, beta = (x.unflatten(1, (heads, -1)) for x in (v, g, beta))
+    v, g, beta = (torch.unflatten(x, 1, (heads, -1)) for x in (v, g, beta))
     start, between = _decays(g)
     # The solver reads what is below the diagonal and nothing else.
     system = beta[..., None] * (k @ k.mT) * between

@@ -50,7 +50,7 @@ class EqualLayout:
 
     def blocks(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Block]:
         """The blocks of ``[B, T, heads, …]`` each."""
-        if not self._batch or not self._length:
+        if not inputs[2].numel():
             return
         places = -(-self._length // self._chunk)
         if missing := places * self._chunk - self._length:
@@ -59,7 +59,7 @@ class EqualLayout:
             yield Block((self._batch,), tuple(_rows(x.transpose(1, 2), dtype) for x in inputs))
             return
         at_once = max(1, _tokens_at_once(inputs[2]) // (self._batch * self._chunk))
-        parts = (x.unflatten(1, (places, self._chunk)).split(at_once, 1) for x in inputs)
+        parts = (torch.split(torch.unflatten(x, 1, (places, self._chunk)), at_once, 1) for x in inputs)
         for part in zip(*parts, strict=True):
             rows = (_rows(x.transpose(0, 1).transpose(2, 3), dtype).flatten(0, 1) for x in part)
             yield Block((self._batch,) * part[0].shape[1], tuple(rows))
@@ -70,7 +70,7 @@ class EqualLayout:
             return like
         if self._length <= self._chunk:
             return outputs[0][:, : self._length]
-        parts = [x.unflatten(0, (-1, self._batch)).transpose(0, 1) for x in outputs]
+        parts = [torch.unflatten(x, 0, (-1, self._batch)).transpose(0, 1) for x in outputs]
         return torch.cat(parts, 1).flatten(1, 2)[:, : self._length]
 
 
@@ -103,10 +103,10 @@ class PackedLayout:
 
     def blocks(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Block]:
         """The blocks of ``[1, T, heads, …]`` each."""
-        steps = list(self._groups(_tokens_at_once(inputs[2])))
-        if not steps:
+        if not inputs[2].numel():
             return
-        parts = (x.split([sum(each) for each in steps]) for x in self._rows.gather(*inputs))
+        steps = list(self._groups(_tokens_at_once(inputs[2])))
+        parts = (torch.split(x, [sum(each) for each in steps]) for x in self._rows.gather(*inputs))
         for each, part in zip(steps, zip(*parts, strict=True), strict=True):
             yield Block(each, tuple(_rows(x.transpose(1, 2), dtype) for x in part))
 
@@ -192,7 +192,7 @@ class _Index:
         return like.new_zeros(tokens + 1, *like.shape[2:]).index_copy(0, index.flatten(), rows)[None, :tokens]
 
     def _gather(self, x: Tensor) -> Tensor:
-        return x[0].index_select(0, self._index.flatten()).unflatten(0, self._index.shape)
+        return torch.unflatten(x[0].index_select(0, self._index.flatten()), 0, self._index.shape)
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

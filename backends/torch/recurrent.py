@@ -36,8 +36,9 @@ class Tokens(NamedTuple):
         return torch.cat([part for (part,) in parts]) * scale
 
 
-def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, unit_length: bool) -> Tokens:
+def token_by_token(inputs: Sequence[Tensor], unit_length: bool) -> Tokens:
     """A block's tokens, ready for the loop over them."""
+    q, k, v, g, beta = inputs
     both = torch.cat([k, q], 2)
     if unit_length:
         both = to_unit_length(both)

@@ -22,7 +22,7 @@ class Prepared(Protocol):
 
 
 #: Gets the inputs of a block, and whether to bring q and k to unit length.
-Prepare = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], Prepared]
+Prepare = Callable[[Sequence[Tensor], bool], Prepared]
 
 
 class Rule(NamedTuple):
@@ -53,12 +53,12 @@ class Rule(NamedTuple):
         finished: list[Tensor] = []
         outputs: list[Tensor] = []
         for block in layout.blocks(inputs, state.dtype):
-            prepared = self.prepare(*block.inputs, self.unit_length)
+            prepared = self.prepare(block.inputs, self.unit_length)
             parts = []
             row = 0
             for size in block.steps:
                 rows = slice(row, row := row + size * heads)
-                if size * heads < len(running):
+                if size * heads < running.shape[0]:
                     finished.append(running[size * heads :])
                     running = running[: size * heads]
                 part, running = prepared.step(rows, running)
@@ -75,12 +75,12 @@ class Rule(NamedTuple):
         """:meth:`scan` one row after the other, in launches that depend on shapes alone."""
         v = inputs[2]
         heads = state.shape[1]
-        prepared = self.prepare(*layout.rows(inputs, state.dtype), self.unit_length)
+        prepared = self.prepare(layout.rows(inputs, state.dtype), self.unit_length)
         starts = torch.cat([state, state.new_zeros(1, *state.shape[1:])])  # the last is unused rows'
         finals = starts.clone()
         running = starts[-1]
         parts = []
-        for row, sequence in enumerate(layout.sequence.split(1)):
+        for row, sequence in enumerate(torch.split(layout.sequence, 1)):
             running = torch.where(layout.first[row], starts.index_select(0, sequence)[0], running)
             part, running = prepared.step(slice(row * heads, (row + 1) * heads), running)
             finals.index_copy_(0, sequence, running[None])
@@ -91,4 +91,6 @@ class Rule(NamedTuple):
 
 def _tokens_first(o: Tensor, v: Tensor) -> Tensor:
     """``[M, C, V]`` to ``[R, C, HV, V]`` of v's dtype."""
-    return o.unflatten(0, (-1, v.shape[2])).transpose(1, 2).to(v.dtype)
+    M, C, V = o.shape
+    HV = v.shape[2]
+    return o.view(M // max(1, HV), HV, C, V).transpose(1, 2).to(v.dtype)
