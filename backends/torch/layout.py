@@ -7,6 +7,7 @@ sequence that still has one; its chunks are rows, one after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -64,14 +65,14 @@ class EqualLayout:
             rows = (_rows(x.transpose(0, 1).transpose(2, 3), dtype).flatten(0, 1) for x in part)
             yield Block((self._batch,) * part[0].shape[1], tuple(rows))
 
-    def join(self, outputs: Sequence[Tensor], like: Tensor) -> Tensor:
+    def join(self, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
         """``[R, C, HV, V]`` of each block to the shape of ``like``, ``[B, T, HV, V]``."""
-        if not outputs:
-            return like
-        if self._length <= self._chunk:
-            return outputs[0][:, : self._length]
-        parts = [torch.unflatten(x, 0, (-1, self._batch)).transpose(0, 1) for x in outputs]
-        return torch.cat(parts, 1).flatten(1, 2)[:, : self._length]
+        places = -(-self._length // self._chunk)
+        if places == 1:
+            return next(outputs, like)[:, : self._length]
+        parts = (torch.unflatten(x, 0, (-1, self._batch)).transpose(0, 1) for x in outputs)
+        whole = _cat(parts, places, 1)
+        return like if whole is None else whole.flatten(1, 2)[:, : self._length]
 
 
 class PackedLayout:
@@ -110,7 +111,7 @@ class PackedLayout:
         for each, part in zip(steps, zip(*parts, strict=True), strict=True):
             yield Block(each, tuple(_rows(x.transpose(1, 2), dtype) for x in part))
 
-    def join(self, outputs: Sequence[Tensor], like: Tensor) -> Tensor:
+    def join(self, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
         """``[R, C, HV, V]`` of each block to the shape of ``like``, ``[1, T, HV, V]``."""
         return self._rows.scatter(outputs, like)
 
@@ -160,7 +161,7 @@ class OrderedLayout:
         """A block's inputs, of ``[1, T, heads, …]`` each."""
         return tuple(_rows(x.transpose(1, 2), dtype) for x in self._rows.gather(*inputs))
 
-    def join(self, outputs: Sequence[Tensor], like: Tensor) -> Tensor:
+    def join(self, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
         """``[R, C, HV, V]`` in parts to the shape of ``like``, ``[1, T, HV, V]``."""
         return self._rows.scatter(outputs, like)
 
@@ -183,13 +184,14 @@ class _Index:
         for x in (g, beta):
             yield self._gather(x).masked_fill(~self._inside[..., None], 0)
 
-    def scatter(self, outputs: Sequence[Tensor], like: Tensor) -> Tensor:
-        if not outputs:
+    def scatter(self, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
+        rows = _cat(outputs, len(self._index), 0)
+        if rows is None:
             return like
         tokens = like.shape[1]
         index = torch.where(self._inside, self._index, tokens)  # one spare token, which is cut off
-        rows = torch.cat([x.flatten(0, 1) for x in outputs])
-        return like.new_zeros(tokens + 1, *like.shape[2:]).index_copy(0, index.flatten(), rows)[None, :tokens]
+        o = like.new_zeros(tokens + 1, *like.shape[2:])
+        return o.index_copy(0, index.flatten(), rows.flatten(0, 1))[None, :tokens]
 
     def _gather(self, x: Tensor) -> Tensor:
         return torch.unflatten(x[0].index_select(0, self._index.flatten()), 0, self._index.shape)
@@ -198,3 +200,16 @@ class _Index:
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The view as a contiguous tensor of the dtype, in one copy at most."""
     return x.contiguous() if x.dtype == dtype else x.to(dtype, memory_format=torch.contiguous_format)
+
+
+def _cat(parts: Iterator[Tensor], size: int, dim: int) -> Tensor | None:
+    """``torch.cat``, to this size; without gradients one part at a time, so that not all are there twice."""
+    first = next(parts, None)
+    if first is None or first.requires_grad:
+        return None if first is None else torch.cat([first, *parts], dim)
+    whole = first.new_empty([*first.shape[:dim], size, *first.shape[dim + 1 :]])
+    end = 0
+    for part in chain([first], parts):
+        whole.narrow(dim, end, part.shape[dim]).copy_(part)
+        end += part.shape[dim]
+    return whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,27 +49,31 @@ class Rule(NamedTuple):
             return self._scan_ordered(inputs, state, layout)
         v = inputs[2]
         heads = state.shape[1]
-        running = (state if layout.order is None else state.index_select(0, layout.order)).flatten(0, 1)
+        start = running = (state if layout.order is None else state.index_select(0, layout.order)).flatten(0, 1)
         finished: list[Tensor] = []
-        outputs: list[Tensor] = []
-        for block in layout.blocks(inputs, state.dtype):
-            prepared = self.prepare(block.inputs, self.unit_length)
-            parts = []
-            row = 0
-            for size in block.steps:
-                rows = slice(row, row := row + size * heads)
-                if size * heads < running.shape[0]:
-                    finished.append(running[size * heads :])
-                    running = running[: size * heads]
-                part, running = prepared.step(rows, running)
-                parts.append(part)
-            outputs.append(_tokens_first(prepared.outputs(parts, self.scale), v))
-        if finished or not outputs:  # without a step, the states would be the caller's own
+
+        def outputs() -> Iterator[Tensor]:
+            nonlocal running
+            for block in layout.blocks(inputs, state.dtype):
+                prepared = self.prepare(block.inputs, self.unit_length)
+                parts = []
+                row = 0
+                for size in block.steps:
+                    rows = slice(row, row := row + size * heads)
+                    if size * heads < running.shape[0]:
+                        finished.append(running[size * heads :])
+                        running = running[: size * heads]
+                    part, running = prepared.step(rows, running)
+                    parts.append(part)
+                yield _tokens_first(prepared.outputs(parts, self.scale), v)
+
+        o = layout.join(outputs(), v)
+        if finished or running is start:  # without a step, the states would be the caller's own
             running = torch.cat([running, *reversed(finished)])
         final = running.view(state.shape)
         if layout.order is not None:
             final = final.index_select(0, layout.order.argsort())
-        return layout.join(outputs, v), final
+        return o, final
 
     def _scan_ordered(self, inputs: tuple[Tensor, ...], state: Tensor, layout: OrderedLayout) -> tuple[Tensor, Tensor]:
         """:meth:`scan` one row after the other, in launches that depend on shapes alone."""
@@ -85,7 +89,7 @@ class Rule(NamedTuple):
             part, running = prepared.step(slice(row * heads, (row + 1) * heads), running)
             finals.index_copy_(0, sequence, running[None])
             parts.append(part)
-        outputs = [_tokens_first(prepared.outputs(parts, self.scale), v)] if parts else []
+        outputs = (_tokens_first(prepared.outputs(each, self.scale), v) for each in [parts] if each)
         return layout.join(outputs, v), finals[:-1]
 
 
