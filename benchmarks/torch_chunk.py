@@ -2,8 +2,9 @@
 
     python benchmarks/torch_chunk.py [--output FILE.md]
 
-Both sides run in turn in one process on the same tensors. A ratio is the median of transformers' times over the median
-of kernelreg's, above 1 where kernelreg is faster; ± is the range of the middle half of the rounds over the median.
+Both sides run in turn in one process on the same tensors, each once untimed before it is timed. A ratio is the median
+of transformers' times over the median of kernelreg's, above 1 where kernelreg is faster; ± is the range of the middle
+half of the rounds over the median.
 """
 
 from __future__ import annotations
@@ -113,10 +114,11 @@ def measure(call: dict[str, Any], rounds: int) -> tuple[Measured, Measured]:
     wanted = expected(call)
     errors = [[relative(*pair) for pair in zip(run(), wanted, strict=True)] for run in runs]
     peaks = [peak(run) for run in runs]
-    calls = max(1, min(50, int(0.05 / min(seconds(run, 1) for run in runs))))
+    calls = max(2, min(50, int(0.05 / min(seconds(run, 1) for run in runs))))
     times: tuple[list[float], list[float]] = ([], [])
     for each in range(rounds):
         for side in (0, 1) if each % 2 else (1, 0):
+            runs[side]()  # what the other side has left in the caches and in the allocator is not this side's
             times[side].append(seconds(runs[side], calls))
     theirs, ours = (Measured(times[side], peaks[side], *errors[side]) for side in (0, 1))
     return theirs, ours
@@ -153,7 +155,8 @@ def main() -> int:
         f"# The torch backend beside transformers' PyTorch kernels, {datetime.date.today().isoformat()}",
         "",
         f"Made by `python {' '.join(sys.argv)}`: H = HV = {HEADS}, K = V = {SIZE}, no gradients. Both sides in turn in "
-        f"one process, {arguments.rounds} rounds; times are medians, ± the middle half of the rounds over the median; "
+        f"one process, {arguments.rounds} rounds, each once untimed before it is timed; times are medians, ± the middle "
+        "half of the rounds over the median; "
         "× is transformers' median over kernelreg's. Errors are ‖x − ref‖ / ‖ref‖ against the float64 recurrence; "
         "memory is the most MiB of tensors alive at once in a call, its results with them. Pairs are transformers', "
         "kernelreg's.",
