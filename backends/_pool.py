@@ -149,7 +149,7 @@ def _real(pool: Tensor, slots: Tensor) -> Tensor:
 def _gather(pool: Tensor, slots: Tensor) -> Tensor:
     """The states of the slots; padding gets zeros."""
     real = _real(pool, slots)
-    return pool.index_select(0, torch.where(real, slots, 0)).masked_fill(~real[:, None, None, None], 0)
+    return pool.index_select(0, torch.where(real, slots, 0)).masked_fill_(~real[:, None, None, None], 0)
 
 
 def _scatter(pool: Tensor, slots: Tensor, states: Tensor) -> None:

@@ -49,6 +49,8 @@ def test_outputs_and_states(function: Any, dtype: torch.dtype, edges: list[int] 
         {"T": 90, "normalised": True},
         {"T": 130, "zero_gates": True},
         {"B": 0, "T": 10},
+        {"T": 40, "HV": 0},
+        {"T": 40, "HV": 0, "edges": [0, 17, 40]},
         {"T": 50, "edges": [0]},
         {"T": 50, "edges": [0, 0, 0]},
         {"T": 50, "edges": [0, 17]},
@@ -199,22 +201,22 @@ def test_edges_changed_in_place_are_read_anew(function: Any) -> None:
 def test_the_layout_for_cuda_graphs_gives_the_same() -> None:
     from importlib import import_module
 
-    chunk, layout = (import_module(f"kernelreg_backends.torch.{name}") for name in ("chunk", "layout"))
+    chunk, layout, scan = (import_module(f"kernelreg_backends.torch.{name}") for name in ("chunk", "layout", "scan"))
     for edges in ([0, 64, 64, 130, 131, 290], [0, 0, 300], [0, 300, 300], [0, 0], [0]):
         call = gdn_call(edges=edges, normalised=True, dtype=torch.float64)
-        inputs = [call[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta")]
-        inputs[0] = inputs[0] * 32**-0.5
-        ordered = layout.ordered_layout(call["cu_seqlens"], 300, 16)
-        o, final = chunk.ordered_chunk_rule(*inputs, call["initial_state"], ordered)
+        inputs = tuple(call[name] for name in ("q", "k", "v", "g", "beta"))
+        ordered = layout.OrderedLayout(call["cu_seqlens"], 300, 16)
+        o, final = scan.Rule(chunk.in_chunks, False, 32**-0.5).scan(inputs, call["initial_state"], ordered)
         wanted_o, wanted_final = expected(call)
-        assert relative(o, wanted_o[0]) <= 1e-10
+        assert relative(o, wanted_o) <= 1e-10
         assert relative(final, wanted_final) <= 1e-10
 
 
 def test_long_batches_are_worked_on_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import import_module
 
-    monkeypatch.setattr(import_module("kernelreg_backends.torch.layout"), "TOKENS_AT_ONCE", 128)
+    layout = import_module("kernelreg_backends.torch.layout")
+    monkeypatch.setattr(layout, "elements_at_once", lambda device: 128 * 4 * 48)
     check(chunk_gated_delta_rule, gdn_call(edges=[0, 64, 70, 300]))
     check(chunk_gated_delta_rule, gdn_call())
 

@@ -5,7 +5,6 @@ It computes in float32 (float64 for float64 calls), with the precision of ``torc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,22 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernelreg.ops.gdn_arguments import activate_gates, to_unit_length
+from kernelreg.ops.gdn_arguments import activate_gates
 from kernelreg.ops.gdn_sequences import read_sequences
 
 from .._pool import on_pool
-from .chunk import CHUNK, chunk_rule, ordered_chunk_rule
-from .layout import Layout, equal_layout, ordered_layout, packed_layout
-from .recurrent import recurrent_rule
-
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Layout], tuple[Tensor, Tensor]]
+from .chunk import chunk_size, in_chunks
+from .layout import EqualLayout, OrderedLayout, PackedLayout
+from .recurrent import token_by_token
+from .scan import Prepare, Rule
 
 
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """``gdn.chunk``: see :func:`kernelreg.gdn.chunk_gated_delta_rule`."""
-    return _run(chunk_rule, CHUNK, q, k, v, g, beta, **options)
+    return _run(in_chunks, chunk_size(q.device), q, k, v, g, beta, **options)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -37,19 +35,19 @@ def fused_recurrent_gated_delta_rule(
     """``gdn.recurrent``: see :func:`kernelreg.gdn.fused_recurrent_gated_delta_rule`."""
     if "state_indices" in options:
         return on_pool(fused_recurrent_gated_delta_rule, q, k, v, g, beta, **options)
-    return _run(recurrent_rule, 1, q, k, v, g, beta, **options)
+    return _run(token_by_token, 1, q, k, v, g, beta, **options)
 
 
-def _run(rule: Rule, chunk: int, q: Tensor, *arguments: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+def _run(prepare: Prepare, chunk: int, q: Tensor, *arguments: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
     """The rule outside of autocast, which would take its float32 products to half precision."""
     if q.is_meta or not torch.is_autocast_enabled(q.device.type):
-        return _run_exactly(rule, chunk, q, *arguments, **options)
+        return _run_exactly(prepare, chunk, q, *arguments, **options)
     with torch.autocast(q.device.type, enabled=False):
-        return _run_exactly(rule, chunk, q, *arguments, **options)
+        return _run_exactly(prepare, chunk, q, *arguments, **options)
 
 
 def _run_exactly(
-    rule: Rule,
+    prepare: Prepare,
     chunk: int,
     q: Tensor,
     k: Tensor,
@@ -70,33 +68,30 @@ def _run_exactly(
     HV, V = v.shape[2:]
     # Half precision has too few digits for the triangular system; float64 asks for float64 throughout.
     wide = torch.float64 if torch.float64 in (q.dtype, g.dtype, beta.dtype) else torch.float32
-    sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
         state = torch.zeros(sequences, HV, K, V, dtype=wide, device=q.device)
     else:
         state = (initial_state.mT if state_v_first else initial_state).to(wide)
     capturing = cu_seqlens is not None and q.is_cuda and torch.cuda.is_current_stream_capturing()
-    tokens = B * T
-    if cu_seqlens is not None and not capturing:
-        edges = read_sequences(cu_seqlens, T, cu_seqlens_cpu).edges
-        tokens = edges[-1]  # what lies behind them may be anything, NaN too, and gets neither weight nor gradient
-    flat_q, flat_k, flat_v = (x.flatten(0, 1)[:tokens].to(wide) for x in (q, k, v))
-    gates = activate_gates(g.flatten(0, 1)[:tokens], beta.flatten(0, 1)[:tokens], **raw_gates)
-    flat_g, flat_beta = (x.to(wide) for x in gates)
-    if use_qk_l2norm_in_kernel:
-        flat_q, flat_k = to_unit_length(flat_q), to_unit_length(flat_k)
-    inputs = (flat_q * (K**-0.5 if scale is None else scale), flat_k, flat_v, flat_g, flat_beta, state)
+    layout: EqualLayout | PackedLayout | OrderedLayout
     if cu_seqlens is None:
-        o, final = rule(*inputs, equal_layout(B, T, min(chunk, _chunk_for(T)), q.device))
+        layout = EqualLayout(B, T, min(chunk, _chunk_for(T)))
     elif capturing:
-        o, final = ordered_chunk_rule(*inputs, ordered_layout(cu_seqlens, T, CHUNK))
+        prepare, layout = in_chunks, OrderedLayout(cu_seqlens, T, chunk_size(q.device))
     else:
+        edges = read_sequences(cu_seqlens, T, cu_seqlens_cpu).edges
+        if edges[-1] < T:  # what lies behind them may be anything, NaN too, and gets neither weight nor gradient
+            q, k, v, g, beta = (x[:, : edges[-1]] for x in (q, k, v, g, beta))
         longest = max((end - start for start, end in pairwise(edges)), default=0)
-        o, final = rule(*inputs, packed_layout(edges, tokens, min(chunk, _chunk_for(longest)), q.device))
-    o = pad(o, (0, 0, 0, 0, 0, B * T - tokens))
-    if not output_final_state:
-        return o.view(B, T, HV, V).to(q.dtype), None
-    return o.view(B, T, HV, V).to(q.dtype), (final.mT if state_v_first else final).contiguous()
+        layout = PackedLayout(edges, min(chunk, _chunk_for(longest)), q.device)
+    g, beta = activate_gates(g, beta, **raw_gates)
+    rule = Rule(prepare, use_qk_l2norm_in_kernel, K**-0.5 if scale is None else scale)
+    o, final = rule.scan((q, k, v, g, beta), state, layout)
+    if o.shape[1] < T:
+        o = pad(o, (0, 0, 0, 0, 0, T - o.shape[1]))
+    final = final.mT if state_v_first else final
+    return o.contiguous(), final.contiguous() if output_final_state else None
 
 
 def _chunk_for(length: int) -> int:

@@ -8,122 +8,88 @@ corrections ``u_i = beta_i (v_i − (decayed state)ᵀ k_i)`` solve a unit lower
 and outputs and next state follow from U by matrix products (Yang et al., "Gated Delta Networks", 2024). Decays are
 sums over exactly the tokens between, never differences of prefix sums: a strong decay early in a chunk costs later
 tokens no precision, and a gate of minus infinity is a clean reset.
+
+What does not need S is computed for a block of chunks at once; a step of the loop over chunks is four operations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from .layout import Layout, OrderedLayout, gather
+from kernelreg.ops.gdn_arguments import to_unit_length
 
-CHUNK = 64
+#: A gate whose exponential is zero in every dtype, and which is finite: zero times it is zero.
+_RESET = -1e4
 
 
-def chunk_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor]:
-    """Outputs and final states.
+def chunk_size(device: torch.device) -> int:
+    """C: a CPU saves arithmetic with short chunks, other devices launches with long ones."""
+    return 32 if device.type == "cpu" else 64
 
-    Args:
-        q, k: ``[T, H, K]``, flattened over the batch; q is scaled already.
-        v: ``[T, HV, V]``.
-        g, beta: ``[T, HV]``.
-        state: ``[N, HV, K, V]``.
-        layout: the batch's chunks.
 
-    Returns:
-        ``[T, HV, V]``, zero where no sequence covers a token, and ``[N, HV, K, V]``.
+class Chunks(NamedTuple):
+    """What chunks need of their own tokens alone, as :class:`Prepared` has it.
+
+    Attributes:
+        values: ``[M, C, V]``, the corrections if the state before a chunk were zero.
+        reads: ``[M, 2C, K]``: times the state, what that takes from the corrections, then what the queries read.
+        keys: ``[M, C, K]``, decayed to the chunk's end.
+        decay: ``[M, 1, 1]``, of the state over the chunk.
+        attention: ``[M, C, C]``, what the queries read of the corrections.
     """
-    running = state if layout.order is None else state.index_select(0, layout.order)
-    finished: list[Tensor] = []
-    outputs: list[Tensor] = []
-    for block in layout.blocks():
-        rows = layout.tokens[block.first : block.last]
-        chunks = _Chunks(*(gather(x, rows) for x in (q, k, v, g, beta)))
-        row = 0
-        for size in block.steps:
-            if size < running.shape[0]:
-                finished.append(running[size:])
-                running = running[:size]
-            o, running = chunks.step(slice(row, row + size), running)
-            outputs.append(o)
-            row += size
-    final = torch.cat([running, *reversed(finished)])
-    if layout.order is not None:
-        final = final.index_select(0, layout.order.argsort())
-    return _scattered(outputs, layout.tokens, v), final
+
+    values: Tensor
+    reads: Tensor
+    keys: Tensor
+    decay: Tensor
+    attention: Tensor
+
+    def step(self, rows: slice, state: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        taken, read = torch.bmm(self.reads[rows], state).chunk(2, 1)
+        corrections = self.values[rows] - taken
+        return (read, corrections), (self.decay[rows] * state).baddbmm_(self.keys[rows].mT, corrections)
+
+    def outputs(self, parts: Sequence[tuple[Tensor, ...]], scale: float) -> Tensor:
+        read, corrections = (torch.cat(each) for each in zip(*parts, strict=True))
+        return read.baddbmm_(self.attention, corrections, beta=scale, alpha=scale)
 
 
-def ordered_chunk_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, layout: OrderedLayout
-) -> tuple[Tensor, Tensor]:
-    """:func:`chunk_rule` one row after the other, in launches that depend on shapes alone."""
-    chunks = _Chunks(*(gather(x, layout.tokens) for x in (q, k, v, g, beta)))
-    running = state.new_zeros(1, *state.shape[1:])
-    finals = starts = torch.cat([state, running])  # the last is the empty sequence of unused rows
-    outputs: list[Tensor] = []
-    for row in range(len(layout.tokens)):
-        sequence = layout.sequence[row : row + 1]
-        running = torch.where(layout.first[row], starts.index_select(0, sequence), running)
-        o, running = chunks.step(slice(row, row + 1), running)
-        finals = finals.index_copy(0, sequence, running)
-        outputs.append(o)
-    return _scattered(outputs, layout.tokens, v), finals[:-1]
+def in_chunks(inputs: Sequence[Tensor], unit_length: bool) -> Chunks:
+    """A block's chunks, ready for the loop over them."""
+    q, k, v, g, beta = inputs
+    if unit_length:
+        q, k = to_unit_length(q), to_unit_length(k)
+    heads, size = q.shape[1:3]
+    # [R, H, 1 or value heads of a group, C, D]: what a group shares is computed once and broadcast.
+    q, k = q.unsqueeze(2), k.unsqueeze(2)
+    v, g, beta = (torch.unflatten(x, 1, (heads, -1)) for x in (v, g, beta))
+    start, between = _decays(g)
+    # The solver reads what is below the diagonal and nothing else.
+    system = beta[..., None] * (k @ k.mT) * between
+    unit = torch.eye(size, dtype=g.dtype, device=g.device)
+    inverse = torch.linalg.solve_triangular(system, unit, upper=False, left=False, unitriangular=True)
+    by_value = inverse * beta[..., None, :]
+    by_key = by_value * start[..., None, :]
+    return Chunks(
+        values=(by_value @ v).flatten(0, 2),
+        reads=torch.cat([by_key @ k, q * start[..., None]], -2).flatten(0, 2),
+        keys=(k * between[..., -1, :, None]).flatten(0, 2),
+        decay=start[..., -1:, None].flatten(0, 2),
+        attention=((q @ k.mT) * between).tril_().flatten(0, 2),
+    )
 
 
-def _scattered(outputs: list[Tensor], index: Tensor, v: Tensor) -> Tensor:
-    """Rows back to tokens; every padded place writes to one spare token, which is cut off."""
-    tokens, HV, V = v.shape
-    if not outputs:  # no token, and no row of v either
-        return v
-    rows = torch.cat(outputs).transpose(1, 2).reshape(-1, HV, V)
-    return v.new_zeros(tokens + 1, HV, V).index_copy(0, index.flatten(), rows)[:tokens]
+def _decays(g: Tensor) -> tuple[Tensor, Tensor]:
+    """From ``[…, C]``: the decays ``d(i, −1)`` from the chunk's start, and ``[…, C, C]`` of ``d(i, j)`` for j ≤ i.
 
-
-class _Chunks:
-    """What a block of chunks needs of its own tokens alone, all rows at once."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-        heads, size = q.shape[2], g.shape[1]
-        # [R, H, 1 or value heads of a group, C, D]: what a group shares is computed once and broadcast.
-        q, k = (x.transpose(1, 2).unsqueeze(2) for x in (q, k))
-        v = torch.unflatten(v, 2, (heads, -1)).permute(0, 2, 3, 1, 4)
-        g, beta = (torch.unflatten(x, 2, (heads, -1)).permute(0, 2, 3, 1) for x in (g, beta))
-        keys, queries = k @ k.mT, q @ k.mT
-        sums = _segment_sums(g)
-        start = sums[..., :1].exp()  # d(i, -1): decay from the chunk's start
-        between = sums[..., 1:].exp().tril()  # d(i, j), j ≤ i
-        system = (beta[..., None] * between * keys).tril(-1).flatten(1, 2)
-        right = torch.cat([beta[..., None] * v, (beta[..., None] * start) * k], -1).flatten(1, 2)
-        solved = torch.linalg.solve_triangular(
-            system + torch.eye(size, dtype=g.dtype, device=g.device), right, upper=False, unitriangular=True
-        )
-        self.from_values, self.from_state = solved.split([v.shape[-1], k.shape[-1]], -1)  # each [R, HV, C, D]
-        self.attention = (queries * between).flatten(1, 2)
-        self.queries = (q * start).flatten(1, 2)
-        self.keys = (k * between[..., -1, :, None]).flatten(1, 2).mT  # decayed to the chunk's end
-        self.end = start[..., -1:, :].flatten(1, 2)
-
-    def step(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One chunk of each running sequence: ``[n, HV, C, V]`` and the states after it."""
-        corrections = self.from_values[rows] - self.from_state[rows] @ state
-        o = self.queries[rows] @ state + self.attention[rows] @ corrections
-        return o, self.end[rows] * state + self.keys[rows] @ corrections
-
-
-def _segment_sums(g: Tensor) -> Tensor:
-    """``[…, C]`` to ``[…, C, C+1]``: row i, column j+1 is ``g_{j+1} + … + g_i``; column 0 sums from the start.
-
-    A doubling scan of adds: each entry sums its own tokens only, and it is deterministic on every device, which
-    ``cumsum`` is not on CUDA.
+    The sums are one matrix product with ones and zeros, which is deterministic on every device; ``cumsum`` is not.
     """
     size = g.shape[-1]
-    ones = torch.ones(size, size + 1, dtype=torch.bool, device=g.device)
-    sums = g[..., None].expand(*g.shape, size + 1).masked_fill(~ones.tril(), 0)
-    shift = 1
-    while shift < size:
-        sums = sums + pad(sums[..., :-shift, :], (0, 0, shift, 0))
-        shift *= 2
-    return sums
+    ones = torch.ones(size, size, dtype=g.dtype, device=g.device)
+    g = g.clamp_min(_RESET)
+    sums = (g[..., None, :] * ones.tril()) @ ones.tril(-1)  # over l ≤ i and l > j
+    return (g[..., :1] + sums[..., 0]).exp(), sums.exp()

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .layout import Layout, gather
+from kernelreg.ops.gdn_arguments import to_unit_length
 
 
-def recurrent_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor]:
-    """Outputs and final states; arguments as :func:`chunk_rule`'s, with a layout of one token a chunk."""
-    tokens, HV, V = v.shape
-    group = HV // q.shape[1] if HV else 1
-    index = layout.tokens.flatten()
-    q, k, v, g, beta = (gather(x, index) for x in (q, k, v, g, beta))
+class Tokens(NamedTuple):
+    """What tokens need of themselves alone, as :class:`Prepared` has it.
+
+    Attributes:
+        values: ``[M, 1, V]``, times beta.
+        reads: ``[M, 1, K]``: times the state before a token, what that takes from the values.
+        keys, queries: ``[M, 1, K]``.
+        decay: ``[M, 1, 1]``.
+    """
+
+    values: Tensor
+    reads: Tensor
+    keys: Tensor
+    queries: Tensor
+    decay: Tensor
+
+    def step(self, rows: slice, state: Tensor) -> tuple[tuple[Tensor], Tensor]:
+        corrections = self.values[rows] - torch.bmm(self.reads[rows], state)
+        state = (self.decay[rows] * state).addcmul_(self.keys[rows].mT, corrections)
+        return (torch.bmm(self.queries[rows], state),), state
+
+    def outputs(self, parts: Sequence[tuple[Tensor, ...]], scale: float) -> Tensor:
+        return torch.cat([part for (part,) in parts]) * scale
+
+
+def token_by_token(inputs: Sequence[Tensor], unit_length: bool) -> Tokens:
+    """A block's tokens, ready for the loop over them."""
+    q, k, v, g, beta = inputs
+    both = torch.cat([k, q], 2)
+    if unit_length:
+        both = to_unit_length(both)
+    group = v.shape[1] // k.shape[1]
     if group > 1:
-        q, k = (x.repeat_interleave(group, 1) for x in (q, k))
-    decay = g.exp()[..., None, None]
-    running = state if layout.order is None else state.index_select(0, layout.order)
-    finished: list[Tensor] = []
-    outputs: list[Tensor] = []
-    row = 0
-    for size in layout.steps:
-        if size < running.shape[0]:
-            finished.append(running[size:])
-            running = running[:size]
-        now = slice(row, row + size)
-        key = k[now, :, :, None]
-        running = decay[now] * running
-        correction = beta[now, :, None, None] * (v[now, :, None, :] - key.mT @ running)
-        running = running + key @ correction
-        outputs.append((q[now, :, None, :] @ running).squeeze(-2))
-        row += size
-    final = torch.cat([running, *reversed(finished)])
-    if layout.order is not None:
-        final = final.index_select(0, layout.order.argsort())
-    if not outputs:
-        return v, final  # no token, and no row of v either
-    o = v.new_zeros(tokens + 1, HV, V).index_copy(0, index, torch.cat(outputs))
-    return o[:tokens], final
+        both = both.repeat_interleave(group, 1)
+    keys, queries = both.flatten(0, 1).chunk(2, 1)
+    beta, decay = beta.reshape(-1, 1, 1), g.exp().reshape(-1, 1, 1)
+    return Tokens(beta * v.flatten(0, 1), (beta * decay) * keys, keys, queries, decay)

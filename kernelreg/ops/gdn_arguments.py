@@ -236,7 +236,8 @@ def activate_gates(
 
 def to_unit_length(x: Tensor) -> Tensor:
     """Unit length over the last dimension, in x's dtype, with the epsilon that FLA and FlashQLA use inside the root."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (length.square() + 1e-6).rsqrt()
 
 
 def _require_tensor(name: str, value: object) -> None:
