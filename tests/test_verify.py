@@ -443,9 +443,7 @@ def test_nothing_of_a_child_outlives_the_command(verify: Any, tmp_path: Path, nu
         env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="seize", HELD=str(pipe)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        preexec_fn=partial(
-            signal.signal, signal.SIGHUP, signal.SIG_DFL
-        ),  # nohup ignores it
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     try:
         wait(b"x")
