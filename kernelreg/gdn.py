@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from kernelreg.call import Call
+from kernelreg.compiled import compiled, compiled_on_pool
 from kernelreg.dispatch import Dispatcher
 from kernelreg.errors import CallError, ConfigurationError, NoBackendError, unknown_name
 from kernelreg.fallback import Kept, keep_away
@@ -123,6 +125,9 @@ def chunk_gated_delta_rule(
         "cu_seqlens": cu_seqlens,
         "state_v_first": state_v_first,
     }
+    if is_compiling():
+        words["state_v_first"] = _settle(options, state_v_first)
+        return _CHUNK_IN_GRAPH(q, k, v, g, beta, **words, **options)
     return _run(_CHUNK, q, k, v, g, beta, words, options)
 
 
@@ -175,7 +180,16 @@ def fused_recurrent_gated_delta_rule(
     }
     if state_indices is not None or num_accepted_tokens is not None:
         words |= {"state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens}
+    if is_compiling():
+        words["state_v_first"] = _settle(options, state_v_first)
+        run = _RECURRENT_IN_GRAPH if state_indices is None else _POOL_IN_GRAPH
+        return run(q, k, v, g, beta, **words, **options)
     return _run(_RECURRENT, q, k, v, g, beta, words, options)
+
+
+_CHUNK_IN_GRAPH = compiled("gdn_chunk", chunk_gated_delta_rule)
+_RECURRENT_IN_GRAPH = compiled("gdn_recurrent", fused_recurrent_gated_delta_rule)
+_POOL_IN_GRAPH = compiled_on_pool("gdn_recurrent_pool", fused_recurrent_gated_delta_rule)
 
 
 def _run(
