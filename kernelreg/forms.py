@@ -61,7 +61,8 @@ def form_of(
 def _pool(words: Mapping[str, Any]) -> Hashable:
     """Of a pool that is updated in place its strides count, too."""
     pool, slots, accepted = words["initial_state"], words["state_indices"], words["num_accepted_tokens"]
-    return (pool.stride(), pool.is_inference(), _tensor(slots), accepted is not None and _tensor(accepted))
+    inference = (pool.is_inference(), torch.is_inference_mode_enabled())
+    return (pool.stride(), inference, _tensor(slots), accepted is not None and _tensor(accepted))
 
 
 def _further(options: Mapping[str, Any]) -> Hashable:

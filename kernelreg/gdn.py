@@ -21,7 +21,7 @@ from kernelreg.errors import CallError, ConfigurationError, NoBackendError, unkn
 from kernelreg.fallback import Kept, keep_away
 from kernelreg.forms import form_of
 from kernelreg.ops import operation_named
-from kernelreg.ops.gdn_arguments import check_arguments, real_scale
+from kernelreg.ops.gdn_arguments import check_arguments, real_scale, yes_or_no
 from kernelreg.session import current_override
 
 if TYPE_CHECKING:
@@ -56,6 +56,16 @@ class Options(TypedDict, total=False):
     head_first: bool
 
 
+#: Those of the options that say yes or no.
+_FLAGS = frozenset(
+    {
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "transpose_state_layout",
+        "head_first",
+    }
+)
 #: The keywords that every kernel gets.
 Words = dict[str, Any]
 
@@ -155,7 +165,8 @@ def fused_recurrent_gated_delta_rule(
 
     Args:
         initial_state: with ``state_indices`` the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``)
-            of any of the dtypes. It may be a view with strides of its own, but no two entries in one place.
+            of any of the dtypes. It may be a view with strides of its own, but no two entries in one place. One that
+            was made under ``torch.inference_mode`` is for calls under it.
         state_indices: ``[N]`` int32 or int64: the slot that each sequence starts from and leaves its state in. −1 is
             padding: no slot changes, the output is zero. Or ``[N, S]``, S at least the tokens of a sequence: the
             state after token t goes to slot ``[n, t]`` (−1 keeps none), so that a verification of draft tokens can
@@ -228,6 +239,8 @@ def _run_new(
         failed: what the kernel that was known for such calls has just raised on this one.
     """
     given = frozenset(options)
+    for name in ("output_final_state", "use_qk_l2norm_in_kernel", "state_v_first"):
+        words[name] = yes_or_no(name, words[name])
     words["state_v_first"] = _settle(options, words["state_v_first"])
     initial_state, cu_seqlens = words["initial_state"], words["cu_seqlens"]
     state_indices = words.get("state_indices")
@@ -287,7 +300,7 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
         bound.apply_defaults()
         given = bound.arguments
         options: Options = given["options"]
-        state_v_first = _settle(options, given["state_v_first"])
+        state_v_first = _settle(options, yes_or_no("state_v_first", given["state_v_first"]))
     except TypeError as error:
         raise ConfigurationError(
             f"like= {error}; accepted: the arguments of kernelreg.gdn.{function.__name__}"
@@ -299,7 +312,9 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
         g, beta = _gates(v, g, beta)
     check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, accepted, options)
     real_scale(given["scale"])
-    shown = _shown(name, q, k, v, g, beta, {**given, "state_v_first": state_v_first}, options)
+    final, normalise = (yes_or_no(word, given[word]) for word in ("output_final_state", "use_qk_l2norm_in_kernel"))
+    words = {**given, "output_final_state": final, "use_qk_l2norm_in_kernel": normalise, "state_v_first": state_v_first}
+    shown = _shown(name, q, k, v, g, beta, words, options)
     return _call(name, q, v, _gate_dtype(g, options), initial_state, cu_seqlens, shown)
 
 
@@ -326,6 +341,9 @@ def _settle(options: Options, state_v_first: bool) -> bool:
     for name in options:
         if name not in Options.__annotations__:
             raise TypeError(unknown_name("keyword", name, Options.__annotations__))
+    words: Mapping[str, object] = options
+    for name in _FLAGS & words.keys():
+        yes_or_no(name, words[name])
     if options.pop("cp_context", None) is not None:
         raise CallError("cp_context is FLA's context parallelism, which this contract does not have; accepted: None")
     if options.pop("head_first", False):

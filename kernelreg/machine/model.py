@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kernelreg.decoding import decode_json, read_bytes
-from kernelreg.errors import FactsError
+from kernelreg.errors import ConfigurationError, FactsError, path_of
 
 Index = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -143,8 +142,9 @@ class Facts(_Record, frozen=True, kw_only=True):
         Raises:
             FactsError: unreadable, not JSON, an unknown or missing key, an index that two devices have; names the
                 file and the key.
+            ConfigurationError: ``path`` is no path.
         """
-        data = read_bytes(Path(path), FactsError)
+        data = read_bytes(path_of("Facts.load", path), FactsError)
         return decode_json(data, cls, source=os.fspath(path), error=FactsError)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -152,17 +152,18 @@ class Facts(_Record, frozen=True, kw_only=True):
 
         Raises:
             FactsError: the file cannot be written; names it and the cause.
+            ConfigurationError: ``path`` is no path.
         """
-        target = Path(path)
-        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        target = path_of("Facts.save", path)
         try:
+            draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
             try:
                 draft.write_text(self.to_json() + "\n", encoding="utf-8")
                 draft.replace(target)
             finally:
                 draft.unlink(missing_ok=True)
-        except OSError as cause:
-            raise FactsError(f"{target}: {cause.strerror or cause}") from cause
+        except (OSError, ValueError) as cause:  # no file's name has a NUL, or is empty
+            raise FactsError(f"{target}: {getattr(cause, 'strerror', None) or cause}") from cause
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain data, as in a facts file."""
@@ -180,7 +181,13 @@ class Facts(_Record, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(deciding, order="sorted")).hexdigest()[:16]
 
     def device(self, name: str) -> Device | None:
-        """The visible device that torch would call ``name`` (``cuda`` is ``cuda:0``), or None."""
+        """The visible device that torch would call ``name`` (``cuda`` is ``cuda:0``), or None.
+
+        Raises:
+            ConfigurationError: ``name`` is no text.
+        """
+        if not isinstance(name, str):
+            raise ConfigurationError(f"device({name!r:.100}); accepted: a device's name, such as 'cuda:0'")
         if name in _EVERYWHERE:
             return _EVERYWHERE[name]
         wanted = name if ":" in name else f"{name}:0"
