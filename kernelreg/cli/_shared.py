@@ -28,7 +28,7 @@ def warn_of_environment() -> None:
     """Say on standard error which variables are wrong or unknown: for the commands that no policy changes."""
     _, errors, warnings = session.environment_policy()
     for each in (*errors, *warnings):
-        print(f"kernelreg: warning: {each}", file=sys.stderr)
+        complain(f"warning: {each}")
 
 
 def devices_of(facts: Facts) -> tuple[Device, ...]:
@@ -110,3 +110,9 @@ def working(on: str) -> Iterator[None]:
 def write(text: str) -> None:
     """A text, and the end of its line, to standard output."""
     print(text)
+
+
+def complain(text: str) -> None:
+    """One line to standard error. Where that is closed, nowhere: ``print`` would take standard output in its place."""
+    if sys.stderr is not None:
+        print(f"kernelreg: {text}", file=sys.stderr)

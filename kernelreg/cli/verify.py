@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, known_backend, on_terminal, seconds, write
+from kernelreg.cli._shared import complain, console, known_backend, on_terminal, seconds, write
 from kernelreg.errors import ConfigurationError, KernelregError, encodable
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
@@ -163,7 +163,7 @@ def _judge(
             except KernelregError as error:
                 unkept[str(error)] = None
     for text in unkept:
-        print(f"kernelreg: the results are not kept: {text}", file=sys.stderr)
+        complain(f"the results are not kept: {text}")
     return tuple(outcomes), None if unkept else kept
 
 
