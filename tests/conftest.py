@@ -6,10 +6,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import kernelreg
 from kernelreg import announce
+
+# No property is timed: a loaded machine is no fault of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # The tensors of the tests are small: torch's threads would only wait for each other. Children inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -195,7 +195,7 @@ DISCOVERY: dict[str, tuple[Callable[[Path], None], str]] = {
     "descriptor that is a link to itself": (_link("backend.toml"), "leads to no descriptor"),
     "descriptor that is a link to nothing": (_link("nowhere"), "leads to no descriptor"),
     "descriptor that is binary": (lambda site: _toml(site, b"\x7fELF\xff\x00"), "not UTF-8 at byte 4"),
-    "entry point to the standard library": (_point("os"), "leads to no descriptor; looked for: no package 'os'"),
+    "entry point to a built-in module": (_point("sys"), "leads to no descriptor; looked for: no package 'sys'"),
     "entry point without end": (_point("a" * 70_000), "an entry point of more than 300 characters"),
     "name of ours": (_twin("torch"), "a backend named 'torch' is there already, from kernelreg: "),
 }

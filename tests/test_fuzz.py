@@ -23,7 +23,7 @@ from tests.fuzz.targets import TARGETS, Target
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 #: The same examples every time: what is new is the fuzzer's to find.
-same = settings(deadline=None, derandomize=True, database=None)
+same = settings(derandomize=True, database=None)
 randoms = st.randoms(use_true_random=False)
 
 

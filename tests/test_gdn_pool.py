@@ -73,7 +73,7 @@ def pooled(draw: st.DrawFn) -> Call:
     return call
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(call=pooled())
 def test_any_pool(call: Call) -> None:
     check(call)

@@ -61,7 +61,7 @@ def test_shapes(function: Any, options: dict[str, Any]) -> None:
     check(function, gdn_call(**options))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 150), max_size=6),
     behind=st.integers(0, 5),

@@ -63,7 +63,7 @@ jobs = st.tuples(
 
 
 @given(jobs, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_every_rank_chooses_the_same_and_it_runs_on_all(job: list[Any], chance: random.Random) -> None:
     messages = [message(rank, *each) for rank, each in enumerate(job)]
     shuffled = list(messages)
@@ -83,7 +83,7 @@ def test_every_rank_chooses_the_same_and_it_runs_on_all(job: list[Any], chance: 
 
 
 @given(jobs, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_which_rank_is_on_which_machine_does_not_matter(job: list[Any], chance: random.Random) -> None:
     moved = list(job)
     chance.shuffle(moved)
@@ -95,7 +95,7 @@ def test_which_rank_is_on_which_machine_does_not_matter(job: list[Any], chance: 
 
 
 @given(machines, calls, policies, st.integers(1, 3))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_single_rank_and_equal_ranks_decide_as_resolve_does(
     facts: Facts, call: Call, policy: Policy, size: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_single_rank_and_equal_ranks_decide_as_resolve_does(
 
 
 @given(jobs)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_messages_and_agreements_travel(job: list[Any]) -> None:
     messages = [message(rank, *each) for rank, each in enumerate(job)]
     assert decode(encode(each) for each in reversed(messages)) == messages
