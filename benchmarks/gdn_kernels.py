@@ -22,6 +22,7 @@ import torch
 import kernelreg
 from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from kernelreg.resolver import closest_row
+from kernelreg.testing.ground import measured_on
 
 REPEATS = 5
 TOKENS = (256, 1024, 4096, 8192, 16384, 32768)
@@ -142,18 +143,14 @@ def main() -> int:
     if facts.device("cuda:0") is None or not torch.cuda.is_available():
         print("no CUDA device that this torch can use", file=sys.stderr)
         return 1
-    device = facts.devices[0]
     names = ("torch", "fla", "flash_qla", "flashinfer")
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
     lines = [
         f"# GDN kernels timed side by side, {datetime.date.today().isoformat()}",
         "",
         f"Made by `python {' '.join(sys.argv)}`: H 16, HV 32, K = V = 128, bfloat16. Times are medians of "
         f"{REPEATS} repeats of back-to-back calls; ± is the spread; × is the torch kernel's time over this one's.",
         "",
-        f"{device.name}, compute capability {device.compute_capability}, "
-        f"driver {facts.driver and facts.driver.version}; "
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}, {versions}.",
+        measured_on(facts),
         "",
         "| call | " + " | ".join(names) + " |",
         "|---" * (len(names) + 1) + "|",

@@ -42,12 +42,14 @@ class Dispatcher:
 
     Attributes:
         known: key → the callable that was decided for it.
+        forms: the form of a call (all but its numbers) → the callable: a form has one key, a key has many forms.
         tokens, sequences: the buckets that stand for these sizes in a key.
     """
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
         self.known: dict[Hashable, Callable[..., Any]] = {}
+        self.forms: dict[Hashable, Callable[..., Any]] = {}
         self._buckets: tuple[Buckets, Buckets] | None = None
         session.on_change(self.forget)
 
@@ -55,6 +57,7 @@ class Dispatcher:
         """Decide everything anew: policy, facts or backends have changed."""
         self._buckets = None
         self.known = {}
+        self.forms = {}
 
     def buckets(self) -> tuple[Buckets, Buckets]:
         """The buckets of tokens and of sequences. They lead a key: those of other backends tell other sizes."""
@@ -78,6 +81,14 @@ class Dispatcher:
         if key[0] is self._buckets:
             known[key] = function
         return function
+
+    def remember(self, form: Hashable, key: tuple[Hashable, ...], function: Callable[..., Any]) -> None:
+        """Keep what a key has given under a call's form as well."""
+        if len(self.forms) >= CAPACITY:
+            self.forms = {}
+        forms = self.forms
+        if key[0] is self._buckets:
+            forms[form] = function
 
 
 def _buckets(registry: Registry, operation: str) -> tuple[Buckets, Buckets]:

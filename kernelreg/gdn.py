@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from kernelreg.call import Call
+from kernelreg.compiled import compiled, compiled_on_pool
 from kernelreg.dispatch import Dispatcher
 from kernelreg.errors import CallError, ConfigurationError, NoBackendError, unknown_name
 from kernelreg.fallback import Kept, keep_away
+from kernelreg.forms import form_of
 from kernelreg.ops import operation_named
 from kernelreg.ops.gdn_arguments import check_arguments, real_scale, yes_or_no
 from kernelreg.session import current_override
@@ -63,6 +66,9 @@ _FLAGS = frozenset(
         "head_first",
     }
 )
+#: The keywords that every kernel gets.
+Words = dict[str, Any]
+
 _CHUNK = Dispatcher("gdn.chunk")
 _RECURRENT = Dispatcher("gdn.recurrent")
 #: The features that tensors and flags show, in the order in which a key holds them.
@@ -121,12 +127,18 @@ def chunk_gated_delta_rule(
         CallError: arguments that break this contract.
         NoBackendError: no kernel fits; the message says why for each.
     """
-    words: dict[str, Any] = {
-        "scale": real_scale(scale),
-        "output_final_state": yes_or_no("output_final_state", output_final_state),
-        "use_qk_l2norm_in_kernel": yes_or_no("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+    words: Words = {
+        "scale": scale if scale is None else real_scale(scale),
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+        "state_v_first": state_v_first,
     }
-    return _run(_CHUNK, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, None, None, words, options)
+    if is_compiling():
+        words["state_v_first"] = _settle(options, state_v_first)
+        return _CHUNK_IN_GRAPH(q, k, v, g, beta, **words, **options)
+    return _run(_CHUNK, q, k, v, g, beta, words, options)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -167,16 +179,72 @@ def fused_recurrent_gated_delta_rule(
     Returns:
         ``o [B, T, HV, V]``, and with a pool the pool itself where ``output_final_state`` asks for it, else None.
     """
-    g, beta = _gates(v, g, beta)
-    words: dict[str, Any] = {
-        "scale": real_scale(scale),
-        "output_final_state": yes_or_no("output_final_state", output_final_state),
-        "use_qk_l2norm_in_kernel": yes_or_no("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+    if g is None or beta is None:
+        g, beta = _gates(v, g, beta)
+    words: Words = {
+        "scale": scale if scale is None else real_scale(scale),
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+        "state_v_first": state_v_first,
     }
     if state_indices is not None or num_accepted_tokens is not None:
         words |= {"state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens}
-    return _run(
-        _RECURRENT,
+    if is_compiling():
+        words["state_v_first"] = _settle(options, state_v_first)
+        run = _RECURRENT_IN_GRAPH if state_indices is None else _POOL_IN_GRAPH
+        return run(q, k, v, g, beta, **words, **options)
+    return _run(_RECURRENT, q, k, v, g, beta, words, options)
+
+
+_CHUNK_IN_GRAPH = compiled("gdn_chunk", chunk_gated_delta_rule)
+_RECURRENT_IN_GRAPH = compiled("gdn_recurrent", fused_recurrent_gated_delta_rule)
+_POOL_IN_GRAPH = compiled_on_pool("gdn_recurrent_pool", fused_recurrent_gated_delta_rule)
+
+
+def _run(
+    dispatch: Dispatcher, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, words: Words, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel that is known for such a call, or else find it."""
+    try:
+        form = form_of(q, k, v, g, beta, words, options, current_override())
+        function = dispatch.forms.get(form)
+    except (AttributeError, TypeError):  # no tensors, or what cannot be a key: the way below says what is wrong
+        form = function = None
+    if function is None:
+        return _run_new(dispatch, form, q, k, v, g, beta, words, options)
+    try:
+        return function(q, k, v, g, beta, **words, **options)  # type: ignore[no-any-return]
+    except (Exception, SystemExit) as error:
+        return _run_new(dispatch, form, q, k, v, g, beta, words, options, error)
+
+
+def _run_new(
+    dispatch: Dispatcher,
+    form: Hashable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    words: Words,
+    options: Options,
+    failed: BaseException | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check a call, decide it where its kind is new, and run it.
+
+    Args:
+        form: what the call is remembered under, where it can be.
+        failed: what the kernel that was known for such calls has just raised on this one.
+    """
+    given = frozenset(options)
+    for name in ("output_final_state", "use_qk_l2norm_in_kernel", "state_v_first"):
+        words[name] = yes_or_no(name, words[name])
+    words["state_v_first"] = _settle(options, words["state_v_first"])
+    initial_state, cu_seqlens = words["initial_state"], words["cu_seqlens"]
+    state_indices = words.get("state_indices")
+    check_arguments(
         q,
         k,
         v,
@@ -184,51 +252,31 @@ def fused_recurrent_gated_delta_rule(
         beta,
         initial_state,
         cu_seqlens,
-        state_v_first,
+        words["state_v_first"],
         state_indices,
-        num_accepted_tokens,
-        words,
+        words.get("num_accepted_tokens"),
         options,
     )
-
-
-def _run(
-    dispatch: Dispatcher,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state_v_first: bool,
-    state_indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    words: dict[str, Any],
-    options: Options,
-) -> tuple[Tensor, Tensor | None]:
-    state_v_first = yes_or_no("state_v_first", state_v_first)
-    if options:
-        state_v_first = _settle(options, state_v_first)
-    check_arguments(
-        q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, num_accepted_tokens, options
-    )
-    flags = (words["output_final_state"], words["use_qk_l2norm_in_kernel"], state_v_first)
-    shown = _shown(dispatch.operation, q, k, v, g, beta, initial_state, cu_seqlens, state_indices, flags, options)
+    shown = _shown(dispatch.operation, q, k, v, g, beta, words, options)
     gate = _gate_dtype(g, options)
     key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)
-    words |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "state_v_first": state_v_first, **options}
     function = dispatch.known.get(key)
     kept = None
     if function is None:
         call = _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown)
         function = dispatch.decide(key, call)
-        if initial_state is not None and state_indices is not None and "capture" not in call.features:
+        in_time = failed is None and "capture" not in call.features
+        if in_time and initial_state is not None and state_indices is not None:
             kept = Kept(initial_state, state_indices)
+    if form is not None and given == options.keys() and not _reads_values(words, options):
+        dispatch.remember(form, key, function)
     while True:  # until a kernel runs: each that fails is kept away, so none is tried twice
         try:
-            return function(q, k, v, g, beta, **words)  # type: ignore[no-any-return]
+            if failed is not None:
+                raise failed
+            return function(q, k, v, g, beta, **words, **options)  # type: ignore[no-any-return]
         except (Exception, SystemExit) as error:  # a library's: an automatic choice goes on to the next kernel
+            failed = None
             call = _call(dispatch.operation, q, v, gate, initial_state, cu_seqlens, shown)
             keep_away(call, error, kept, in_place=state_indices is not None)
             key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)  # what has changed tells other sizes
@@ -265,8 +313,8 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
     check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, accepted, options)
     real_scale(given["scale"])
     final, normalise = (yes_or_no(word, given[word]) for word in ("output_final_state", "use_qk_l2norm_in_kernel"))
-    flags = (final, normalise, state_v_first)
-    shown = _shown(name, q, k, v, g, beta, initial_state, cu_seqlens, state_indices, flags, options)
+    words = {**given, "output_final_state": final, "use_qk_l2norm_in_kernel": normalise, "state_v_first": state_v_first}
+    shown = _shown(name, q, k, v, g, beta, words, options)
     return _call(name, q, v, _gate_dtype(g, options), initial_state, cu_seqlens, shown)
 
 
@@ -305,49 +353,38 @@ def _settle(options: Options, state_v_first: bool) -> bool:
 
 
 def _shown(
-    operation: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state_indices: Tensor | None,
-    flags: tuple[bool, bool, bool],
-    options: Options,
+    operation: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, words: Words, options: Options
 ) -> tuple[bool, ...]:
     """Which features of ``_SHOWN`` the call uses."""
-    output_final_state, normalise, state_v_first = flags
-    states = (initial_state is not None, output_final_state)
-    pool = state_indices is not None
+    initial_state, cu_seqlens, slots = words["initial_state"], words["cu_seqlens"], words.get("state_indices")
+    states = (initial_state is not None, bool(words["output_final_state"]))
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    several = q.shape[1] > sequences or (state_indices is not None and state_indices.dim() == 2)
+    several = q.shape[1] > sequences or (slots is not None and slots.dim() == 2)
     raw = bool(options) and bool(options.get("use_gate_in_kernel") or options.get("use_beta_sigmoid_in_kernel"))
-    backward = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or g.requires_grad
-        or beta.requires_grad
-        or (initial_state is not None and initial_state.requires_grad)
-        or any(isinstance(each, Tensor) and each.requires_grad for each in options.values())
+    backward = torch.is_grad_enabled() and any(
+        isinstance(each, Tensor) and each.requires_grad for each in (q, k, v, g, beta, initial_state, *options.values())
     )
-    if pool and backward:
+    if slots is not None and backward:
         raise CallError("state_indices updates a pool in place, which has no gradient; accepted: under torch.no_grad()")
     return (
         cu_seqlens is not None,
         cu_seqlens is not None and _may_be_empty(cu_seqlens, options),
         *states,
-        normalise,
-        state_v_first and any(states),
+        bool(words["use_qk_l2norm_in_kernel"]),
+        bool(words["state_v_first"]) and any(states),
         raw,
-        pool,
+        slots is not None,
         several and operation == _RECURRENT.operation,
         backward,
         torch.are_deterministic_algorithms_enabled(),
         q.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
+
+
+def _reads_values(words: Words, options: Options) -> bool:
+    """Whether the call has edges or slots on the host, whose values are looked up each time."""
+    given = (words["cu_seqlens"], options.get("cu_seqlens_cpu"), words.get("state_indices"))
+    return any(each is not None and each.device.type == "cpu" for each in given)
 
 
 def _may_be_empty(cu_seqlens: Tensor, options: Options) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 import kernelreg
 from kernelreg.ops.tolerances import ONE_PART
+from kernelreg.testing.ground import measured_on
 
 if TYPE_CHECKING:
     from kernelreg.verify.cases import Case
@@ -142,13 +142,6 @@ class _Evidence:
 
 def evidence(command: str, rows: list[Row], tests: int, failed: int) -> list[str]:
     """The evidence file's lines: what was run, where, and each case's result for each backend."""
-    facts = kernelreg.facts()
-    where = f"{facts.platform.machine}, no GPU"
-    if facts.devices:
-        device = facts.devices[0]
-        where = f"{device.name}, compute capability {device.compute_capability}, "
-        where += f"driver {facts.driver and facts.driver.version}"
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
     backends = sorted({each.backend for each in rows}, key=lambda name: (name == "all", name != "torch", name))
     results = {(each.case, each.backend): each.result for each in rows}
     refused, wrong = (sum(each.result.startswith(word) for each in rows) for word in ("refused", "wrong"))
@@ -158,8 +151,7 @@ def evidence(command: str, rows: list[Row], tests: int, failed: int) -> list[str
         "",
         f"Made by `{command}`.",
         "",
-        f"{where}; Python {sys.version.split()[0]}, torch {facts.torch and facts.torch.version}, "
-        f"nvcc {facts.tools['nvcc'].version if 'nvcc' in facts.tools else 'none'}, {versions or 'no kernel library'}.",
+        measured_on(kernelreg.facts()),
         "",
         f"{tests} tests, {failed} failed; {len(rows) - refused - wrong} right or as it should be, {refused} refused "
         f"with a reason, {wrong} wrong. Errors are ‖out − ref‖ / ‖ref‖ against the float64 recurrence: output / states "
