@@ -61,7 +61,7 @@ class Dispatcher:
         found = self._buckets
         if found is None:
             with session.steady():
-                found = self._buckets = _buckets(session.registry(), self.operation)
+                found = self._buckets = _buckets(session.registry(), self.operation, session.edges(self.operation))
         return found
 
     def decide(self, key: tuple[Hashable, ...], call: Call) -> Callable[..., Any]:
@@ -80,9 +80,10 @@ class Dispatcher:
         return function
 
 
-def _buckets(registry: Registry, operation: str) -> tuple[Buckets, Buckets]:
-    tokens: list[object] = []
-    sequences: list[object] = []
+def _buckets(registry: Registry, operation: str, edges: tuple[set[int], set[int]]) -> tuple[Buckets, Buckets]:
+    """The buckets by what descriptors tell of sizes, and by where a profile or a lock file begins to say otherwise."""
+    tokens: list[object] = [Span(min=edge) for edge in edges[0]]
+    sequences: list[object] = [Span(min=edge) for edge in edges[1]]
     for backend, kernel in registry.kernels(operation):
         conditions = [entry.when for entry in backend.descriptor.known_bad]
         conditions += [preference.when for preference in kernel.preference]

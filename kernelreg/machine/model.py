@@ -11,6 +11,7 @@ import msgspec
 
 from kernelreg.decoding import decode_json, read_bytes
 from kernelreg.errors import FactsError
+from kernelreg.writing import write_whole
 
 Index = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -153,16 +154,7 @@ class Facts(_Record, frozen=True, kw_only=True):
         Raises:
             FactsError: the file cannot be written; names it and the cause.
         """
-        target = Path(path)
-        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            try:
-                draft.write_text(self.to_json() + "\n", encoding="utf-8")
-                draft.replace(target)
-            finally:
-                draft.unlink(missing_ok=True)
-        except OSError as cause:
-            raise FactsError(f"{target}: {cause.strerror or cause}") from cause
+        write_whole(path, self.to_json() + "\n", FactsError)
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain data, as in a facts file."""
