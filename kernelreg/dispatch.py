@@ -80,13 +80,21 @@ class Dispatcher:
         return function
 
 
-def _buckets(registry: Registry, operation: str, edges: tuple[set[int], set[int]]) -> tuple[Buckets, Buckets]:
-    """The buckets by what descriptors tell of sizes, and by where a profile or a lock file begins to say otherwise."""
-    tokens: list[object] = [Span(min=edge) for edge in edges[0]]
-    sequences: list[object] = [Span(min=edge) for edge in edges[1]]
+def size_limits(registry: Registry, operation: str) -> tuple[list[object], list[object]]:
+    """All that descriptors say of the numbers of tokens and of sequences: spans, lists of sizes, None."""
+    tokens: list[object] = []
+    sequences: list[object] = []
     for backend, kernel in registry.kernels(operation):
         conditions = [entry.when for entry in backend.descriptor.known_bad]
         conditions += [preference.when for preference in kernel.preference]
         tokens += [kernel.accepts.tokens, *(when.tokens for when in conditions)]
         sequences += [kernel.accepts.sequences, *(when.sequences for when in conditions)]
+    return tokens, sequences
+
+
+def _buckets(registry: Registry, operation: str, edges: tuple[set[int], set[int]]) -> tuple[Buckets, Buckets]:
+    """The buckets by what descriptors tell of sizes, and by where a profile or a lock file begins to say otherwise."""
+    tokens, sequences = size_limits(registry, operation)
+    tokens += [Span(min=edge) for edge in edges[0]]
+    sequences += [Span(min=edge) for edge in edges[1]]
     return Buckets(tokens), Buckets(sequences)

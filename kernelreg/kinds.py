@@ -7,8 +7,8 @@ from collections.abc import Iterable
 #: Features that make a kernel another program, or another way of calling it. The others change a pass or two around it.
 _TELLING = frozenset({"varlen", "backward", "capture", "state-pool", "multi-token"})
 
-#: Each with the word that says that the call does not use it; the other features are said as they are.
-_PLAIN = {"varlen": "dense", "backward": "forward", "capture": "eager"}
+#: How a person says each, and that the call does not use it; the other features are said as they are.
+_WORDS = {"varlen": ("varlen", "dense"), "backward": ("backward", "forward"), "capture": ("captured", "eager")}
 
 
 def kind_features(features: Iterable[str]) -> frozenset[str]:
@@ -19,5 +19,5 @@ def kind_features(features: Iterable[str]) -> frozenset[str]:
 def told_kind(features: Iterable[str]) -> str:
     """A kind in words: ``dense, forward, eager``."""
     kind = kind_features(features)
-    words = [name if name in kind else plain for name, plain in _PLAIN.items()]
-    return ", ".join([*words, *sorted(kind - set(_PLAIN))])
+    told = [used if name in kind else plain for name, (used, plain) in _WORDS.items()]
+    return ", ".join([*told, *sorted(kind - set(_WORDS))])

@@ -29,6 +29,8 @@ from kernelreg.writing import write_whole
 MAX_BYTES = 16 << 20
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern=ONE_LINE)]
+#: What a call has to have in common with a pin, where it says it.
+EXACT = ("dtype", "gate_dtype", "state_dtype", "heads", "value_heads", "head_dim_k", "head_dim_v")
 #: torch's place among a backend's versions: every adapter calls it.
 TORCH = "torch"
 
@@ -73,12 +75,11 @@ class Pin(_Record, frozen=True, kw_only=True):
 
     def speaks_for(self, call: Call) -> bool:
         """Whether it pins this call's kernel."""
-        exact = ("dtype", "gate_dtype", "state_dtype", "heads", "value_heads", "head_dim_k", "head_dim_v")
         return (
             call.operation == self.operation
             and kind_features(call.features) == kind_features(self.features)
             and call.features.issubset(self.features)
-            and all(getattr(call, name) in (None, getattr(self, name)) for name in exact)
+            and all(getattr(call, name) in (None, getattr(self, name)) for name in EXACT)
             and self.tokens.holds(call.tokens)
             and (call.sequences is None or self.sequences.holds(call.sequences))
         )

@@ -131,6 +131,8 @@ def decide_together(
 ) -> JointDecision:
     """Choose the layout and dtype of the state on which the operations' kernels are best, taken together.
 
+    A form for which the lock file speaks comes before one for which it does not.
+
     Args:
         registry, facts, policy, ruled_out, findings, evidence, pins: as the resolver takes them.
         calls: one for each operation. Where one says the state's dtype or layout, that is not chosen any more.
@@ -143,7 +145,7 @@ def decide_together(
         for form in forms
     }
 
-    def badness(form: _Form) -> tuple[bool, int, int, bool, bool, float]:
+    def badness(form: _Form) -> tuple[bool, int, int, int, bool, bool, float]:
         places = [_best(registry, facts, each, evidence) for each in decided[form]]
         known = [each for each in places if each is not None]
         slowness = 1.0
@@ -152,6 +154,7 @@ def decide_together(
         return (
             len(known) < len(places),
             sum(each.wish for each in known),
+            sum(pins is not None and pins.pin(each.call, facts) is None for each in decided[form]),
             DTYPES.index(form[0]) if form[0] in DTYPES else 0,
             any(each.slow for each in known),
             any(each.unmeasured for each in known),
