@@ -90,6 +90,8 @@ def asked(
     said = sorted(name for name, value in options.items() if value is not None)
     if said or device is not None:
         raise ConfigurationError(f"like= says all of the call; give either it or {', '.join(said or ['device'])}")
+    if not isinstance(like, Mapping):
+        raise ConfigurationError(f"like={like!r:.100}; accepted: a call's arguments by name, {{'q': q, 'k': k, …}}")
     from kernelreg.gdn import call_like
 
     call = call_like(operation, like)
@@ -240,19 +242,27 @@ def make_policy(
 def register(backend: str | os.PathLike[str] | Mapping[str, Any] | Descriptor) -> Callable[[], None]:
     """Add a backend to this process; gives the function that takes it out again.
 
+    Only this process knows it: ``python -m kernelreg``, and the child processes in which ``verify`` judges, know the
+    backends that are installed.
+
     Args:
         backend: the path of a ``backend.toml``, its content as plain data, or a descriptor.
 
     Raises:
         DescriptorError: the descriptor is not one; names file, key and what is accepted.
-        ConfigurationError: a backend of that name is there already.
+        ConfigurationError: a backend of that name is there already, or none of the three was given.
     """
     if isinstance(backend, Descriptor):
         descriptor, origin = backend, "register()"
     elif isinstance(backend, Mapping):
         descriptor, origin = make_descriptor(dict(backend)), "register()"
-    else:
+    elif isinstance(backend, (str, os.PathLike)):
         descriptor, origin = load_descriptor(backend), os.fspath(backend)
+    else:
+        raise ConfigurationError(
+            f"register({backend!r:.100}); accepted: the path of a backend.toml, its content as a mapping, "
+            "or a Descriptor"
+        )
     return session.add(Backend(descriptor=descriptor, origin=origin))
 
 
@@ -260,5 +270,10 @@ def on_resolve(callback: Observer) -> Callable[[], None]:
     """Call ``callback(resolution)`` after each decision; gives the function that stops it.
 
     A callback that raises is said once in the log, and the call goes on.
+
+    Raises:
+        ConfigurationError: it cannot be called.
     """
+    if not callable(callback):
+        raise ConfigurationError(f"on_resolve({callback!r:.100}); accepted: a callable that takes a Resolution")
     return session.observe(callback)

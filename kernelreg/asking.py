@@ -10,18 +10,20 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from kernelreg.children import alike, death, end_with_parent
 from kernelreg.errors import KernelregError
 from kernelreg.faults import last_line, one_line
+
+if TYPE_CHECKING:
+    import socket
 
 Question = TypeVar("Question", bound=msgspec.Struct)
 Answer = TypeVar("Answer", bound=msgspec.Struct)
@@ -44,6 +46,8 @@ def ask(module: str, question: msgspec.Struct, answer: type[Answer], limit: floa
     Raises:
         NoAnswerError: it did not answer within ``limit`` seconds.
     """
+    import socket  # not above: Python 3.13.0 cannot import it in a folder that is gone, and the commands import this
+
     deadline = time.monotonic() + limit
     ours, theirs = socket.socketpair()
     with ours:

@@ -8,14 +8,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from kernelreg.capability import is_capability, parse_capabilities
 from kernelreg.decoding import ONE_LINE, decode_toml, explain, read_bytes
-from kernelreg.errors import ConfigurationError, DescriptorError, unknown_name
+from kernelreg.errors import ConfigurationError, DescriptorError, path_of, unknown_name
 from kernelreg.ops import operation_named
 from kernelreg.versions import BUILDS, parse_range
 
@@ -381,8 +380,9 @@ def load_descriptor(path: str | os.PathLike[str]) -> Descriptor:
 
     Raises:
         DescriptorError: names the file, the key and what is accepted there.
+        ConfigurationError: ``path`` is no path.
     """
-    data = read_bytes(Path(path), DescriptorError, limit=MAX_BYTES)
+    data = read_bytes(path_of("load_descriptor", path), DescriptorError, limit=MAX_BYTES)
     return decode_toml(data, Descriptor, source=os.fspath(path), error=DescriptorError)
 
 

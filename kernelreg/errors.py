@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,6 +102,21 @@ def several(said: str, value: object, accepted: str) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigurationError(f"{said}; accepted: {accepted}")
     return list(value)
+
+
+def path_of(said: str, value: Any) -> Path:
+    """The path that a person gave.
+
+    Args:
+        said: what was asked, such as ``Facts.load``.
+
+    Raises:
+        ConfigurationError: it is no path, or one of bytes.
+    """
+    try:
+        return Path(value)
+    except TypeError:
+        raise ConfigurationError(f"{said}({value!r:.{_SHOWN}}); accepted: a path") from None
 
 
 def nearest(given: object, accepted: Iterable[str]) -> str | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, overload
 
 import msgspec
 
 from kernelreg.call import Call
-from kernelreg.errors import KernelregError
+from kernelreg.errors import KernelregError, path_of
 from kernelreg.reasons import Reason, ReasonCode
 
 
@@ -111,13 +110,14 @@ class Quarantine(Sequence[Finding]):
         """Write the findings to a JSON file.
 
         Raises:
-            KernelregError: it cannot be written.
+            KernelregError: it cannot be written, or ``path`` is no path.
         """
+        target = path_of("quarantine().save", path)
         data = msgspec.json.format(msgspec.json.encode(self.to_dict(), order="deterministic"), indent=2)
         try:
-            Path(path).write_bytes(data + b"\n")
-        except OSError as error:
-            raise KernelregError(f"{os.fspath(path)}: {error.strerror or error}") from error
+            target.write_bytes(data + b"\n")
+        except (OSError, ValueError) as error:  # no file's name has a NUL
+            raise KernelregError(f"{target}: {getattr(error, 'strerror', None) or error}") from error
 
     def __str__(self) -> str:
         return "\n".join(map(str, self._findings)) or "nothing"

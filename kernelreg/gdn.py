@@ -18,7 +18,7 @@ from kernelreg.dispatch import Dispatcher
 from kernelreg.errors import CallError, ConfigurationError, NoBackendError, unknown_name
 from kernelreg.fallback import Kept, keep_away
 from kernelreg.ops import operation_named
-from kernelreg.ops.gdn_arguments import check_arguments, real_scale
+from kernelreg.ops.gdn_arguments import check_arguments, real_scale, yes_or_no
 from kernelreg.session import current_override
 
 if TYPE_CHECKING:
@@ -53,6 +53,16 @@ class Options(TypedDict, total=False):
     head_first: bool
 
 
+#: Those of the options that say yes or no.
+_FLAGS = frozenset(
+    {
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "transpose_state_layout",
+        "head_first",
+    }
+)
 _CHUNK = Dispatcher("gdn.chunk")
 _RECURRENT = Dispatcher("gdn.recurrent")
 #: The features that tensors and flags show, in the order in which a key holds them.
@@ -113,8 +123,8 @@ def chunk_gated_delta_rule(
     """
     words: dict[str, Any] = {
         "scale": real_scale(scale),
-        "output_final_state": output_final_state,
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "output_final_state": yes_or_no("output_final_state", output_final_state),
+        "use_qk_l2norm_in_kernel": yes_or_no("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
     }
     return _run(_CHUNK, q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, None, None, words, options)
 
@@ -143,7 +153,8 @@ def fused_recurrent_gated_delta_rule(
 
     Args:
         initial_state: with ``state_indices`` the pool ``[P, HV, K, V]`` (``[P, HV, V, K]`` with ``state_v_first``)
-            of any of the dtypes. It may be a view with strides of its own, but no two entries in one place.
+            of any of the dtypes. It may be a view with strides of its own, but no two entries in one place. One that
+            was made under ``torch.inference_mode`` is for calls under it.
         state_indices: ``[N]`` int32 or int64: the slot that each sequence starts from and leaves its state in. −1 is
             padding: no slot changes, the output is zero. Or ``[N, S]``, S at least the tokens of a sequence: the
             state after token t goes to slot ``[n, t]`` (−1 keeps none), so that a verification of draft tokens can
@@ -159,8 +170,8 @@ def fused_recurrent_gated_delta_rule(
     g, beta = _gates(v, g, beta)
     words: dict[str, Any] = {
         "scale": real_scale(scale),
-        "output_final_state": output_final_state,
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "output_final_state": yes_or_no("output_final_state", output_final_state),
+        "use_qk_l2norm_in_kernel": yes_or_no("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
     }
     if state_indices is not None or num_accepted_tokens is not None:
         words |= {"state_indices": state_indices, "num_accepted_tokens": num_accepted_tokens}
@@ -196,6 +207,7 @@ def _run(
     words: dict[str, Any],
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
+    state_v_first = yes_or_no("state_v_first", state_v_first)
     if options:
         state_v_first = _settle(options, state_v_first)
     check_arguments(
@@ -240,7 +252,7 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
         bound.apply_defaults()
         given = bound.arguments
         options: Options = given["options"]
-        state_v_first = _settle(options, given["state_v_first"])
+        state_v_first = _settle(options, yes_or_no("state_v_first", given["state_v_first"]))
     except TypeError as error:
         raise ConfigurationError(
             f"like= {error}; accepted: the arguments of kernelreg.gdn.{function.__name__}"
@@ -252,7 +264,8 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
         g, beta = _gates(v, g, beta)
     check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, accepted, options)
     real_scale(given["scale"])
-    flags = (given["output_final_state"], given["use_qk_l2norm_in_kernel"], state_v_first)
+    final, normalise = (yes_or_no(word, given[word]) for word in ("output_final_state", "use_qk_l2norm_in_kernel"))
+    flags = (final, normalise, state_v_first)
     shown = _shown(name, q, k, v, g, beta, initial_state, cu_seqlens, state_indices, flags, options)
     return _call(name, q, v, _gate_dtype(g, options), initial_state, cu_seqlens, shown)
 
@@ -280,6 +293,9 @@ def _settle(options: Options, state_v_first: bool) -> bool:
     for name in options:
         if name not in Options.__annotations__:
             raise TypeError(unknown_name("keyword", name, Options.__annotations__))
+    words: Mapping[str, object] = options
+    for name in _FLAGS & words.keys():
+        yes_or_no(name, words[name])
     if options.pop("cp_context", None) is not None:
         raise CallError("cp_context is FLA's context parallelism, which this contract does not have; accepted: None")
     if options.pop("head_first", False):
@@ -303,7 +319,7 @@ def _shown(
 ) -> tuple[bool, ...]:
     """Which features of ``_SHOWN`` the call uses."""
     output_final_state, normalise, state_v_first = flags
-    states = (initial_state is not None, bool(output_final_state))
+    states = (initial_state is not None, output_final_state)
     pool = state_indices is not None
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     several = q.shape[1] > sequences or (state_indices is not None and state_indices.dim() == 2)
@@ -323,8 +339,8 @@ def _shown(
         cu_seqlens is not None,
         cu_seqlens is not None and _may_be_empty(cu_seqlens, options),
         *states,
-        bool(normalise),
-        bool(state_v_first) and any(states),
+        normalise,
+        state_v_first and any(states),
         raw,
         pool,
         several and operation == _RECURRENT.operation,

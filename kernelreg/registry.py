@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kernelreg.descriptor import Descriptor, Kernel, load_descriptor
-from kernelreg.errors import DescriptorError
+from kernelreg.errors import ConfigurationError, DescriptorError
 from kernelreg.faults import fault_of, printable
 from kernelreg.machine.model import Problem
 from kernelreg.ops import operation_named
@@ -69,7 +69,13 @@ class Registry(msgspec.Struct, frozen=True):
         return next((row for row in rows if row[0].name == backend and row[1].name == kernel), None)
 
     def adding(self, backend: Backend) -> Registry:
-        """With one more backend; a name that is taken is not taken over, and that is a problem."""
+        """With one more backend; a name that is taken is not taken over, and that is a problem.
+
+        Raises:
+            ConfigurationError: it is no backend.
+        """
+        if not isinstance(backend, Backend):
+            raise ConfigurationError(f"adding({backend!r:.100}); accepted: a Backend, a descriptor and its origin")
         holder = next((each for each in self.backends if each.name == backend.name), None)
         if holder is not None:
             text = f"a backend named {backend.name!r} is there already, from {holder.origin}; the first keeps the name"

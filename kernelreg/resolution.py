@@ -9,7 +9,7 @@ import msgspec
 
 from kernelreg.call import Call
 from kernelreg.decoding import decode_json
-from kernelreg.errors import KernelregError
+from kernelreg.errors import ConfigurationError, KernelregError
 from kernelreg.machine.model import Facts
 from kernelreg.resolver import Candidate, Decision
 
@@ -106,6 +106,8 @@ class Resolution:
         Raises:
             KernelregError: not such a text; names the key.
         """
+        if not isinstance(text, (str, bytes)):
+            raise ConfigurationError(f"from_json({text!r:.100}); accepted: the text that to_json gave")
         data = text.encode() if isinstance(text, str) else text
         return cls(decode_json(data, Decision, source="resolution", error=KernelregError))
 

@@ -100,12 +100,18 @@ class Session:
         with self._lock:
             self._notice_environment()
             if self._registry is None:
-                if self._discovered is None:
-                    self._discovered = discover(plugins=self._plugins_wanted())
-                    for problem in self._discovered.problems:
-                        say_once(logging.WARNING, f"backend left out: {problem.source}: {problem.error}")
-                self._registry = reduce(Registry.adding, self._added, self._discovered)
+                self._registry = reduce(Registry.adding, self._added, self.installed())
             return self._registry
+
+    def installed(self) -> Registry:
+        """The backends that are installed, without those that were added to this process: what its children have."""
+        with self._lock:
+            self._notice_environment()
+            if self._discovered is None:
+                self._discovered = discover(plugins=self._plugins_wanted())
+                for problem in self._discovered.problems:
+                    say_once(logging.WARNING, f"backend left out: {problem.source}: {problem.error}")
+            return self._discovered
 
     def facts(self) -> Facts:
         """This machine's facts, or those of the file that ``KERNELREG_FACTS`` names.

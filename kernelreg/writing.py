@@ -15,12 +15,12 @@ def write_whole(path: str | os.PathLike[str], text: str, error: type[KernelregEr
         error: it cannot be written; names the file and the cause.
     """
     target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
+        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             draft.write_text(text, encoding="utf-8")
             draft.replace(target)
         finally:
             draft.unlink(missing_ok=True)
-    except OSError as cause:
-        raise error(f"{target}: {cause.strerror or cause}") from cause
+    except (OSError, ValueError) as cause:  # no file's name has a NUL, or is empty
+        raise error(f"{target}: {getattr(cause, 'strerror', None) or cause}") from cause

@@ -79,6 +79,7 @@ def test_resolve_without_a_kernel_explains_and_exits_1(capsys: Output) -> None:
         (["resolve", "gdn", "--facts", "nowhere.json"], "nowhere.json: No such file"),
         (["doctor", "--require", "fla"], "accepted: OP=BACKEND"),
         (["doctor", "--require", "gdn=flashqla"], "did you mean 'flash_qla'?"),
+        (["doctor", "--require", "gdn=mine"], "not those that a program gives to kernelreg.register()"),
         (["doctor", "--require", "gnd=fla"], "did you mean 'gdn'?"),
         (["doctr"], "invalid choice"),
         ([], "required"),
@@ -98,6 +99,24 @@ def test_facts_prints_a_file_that_loads_to_this_machines_facts(tmp_path: Path, c
     file = tmp_path / "here.json"
     file.write_text(capsys.readouterr().out)
     assert Facts.load(file) == kernelreg.facts()
+
+
+@pytest.mark.parametrize("words", [("facts",), ("backends", "--json"), ("backends",), ("facts", *facts("h200"))])
+def test_wrong_variables_are_said_where_they_change_nothing(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    code, plain = run(*words), capsys.readouterr()
+    assert plain.err == ""
+    for name, value in (("BACKEND", "flashqla"), ("STRICT", "maybe"), ("LOG", "loud"), ("BACKEN", "fla")):
+        monkeypatch.setenv(f"KERNELREG_{name}", value)
+    assert run(*words) == code
+    said = capsys.readouterr()
+    assert "did you mean 'flash_qla'" in said.err
+    assert "KERNELREG_STRICT='maybe'; accepted: " in said.err
+    assert "KERNELREG_LOG: unknown level 'LOUD'" in said.err
+    assert "unknown environment variable 'KERNELREG_BACKEN'" in said.err
+    assert all(line.startswith("kernelreg: warning: ") for line in said.err.splitlines())
+    assert said.out == plain.out
 
 
 def test_facts_reads_a_file_back(capsys: Output) -> None:

@@ -261,6 +261,19 @@ def test_a_pool_has_no_gradient(name: str) -> None:
         check(call)
 
 
+def test_a_pool_of_inference_mode_is_updated_there_alone() -> None:
+    with torch.inference_mode():
+        call = pool_call([1, 1], [3, 4], packed=False)
+        check(call)
+    before = call["initial_state"].tolist()
+    with pytest.raises(CallError, match=r"made under torch\.inference_mode\(\)"):
+        fused_recurrent_gated_delta_rule(**call)
+    assert call["initial_state"].tolist() == before
+    assert not len(kernelreg.quarantine())  # no kernel is to blame
+    q = pool_call([1, 1], [3, 4], packed=False)
+    fused_recurrent_gated_delta_rule(**{**call, "initial_state": q["initial_state"]})  # the pool alone is written
+
+
 def test_the_features_that_a_pool_shows() -> None:
     plain = pool_call([1, 1], [3, 4], packed=False)
     several = pool_call([2, 2], [[3, 4], [5, 6]], packed=False)

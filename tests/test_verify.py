@@ -20,6 +20,7 @@ import pytest
 
 import kernelreg
 from kernelreg.call import make_call
+from kernelreg.cli import main
 from kernelreg.findings import quarantine_reasons
 from kernelreg.ops import operation_named
 from kernelreg.verify.cases import Case, cases
@@ -36,32 +37,32 @@ import torch
 from kernelreg_backends.torch.adapter import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 def run(q, k, v, g, beta, **options):
-    fault = os.environ.get("FAULT", "")
     edges = options.get("cu_seqlens")
     kinds = ["dense"] if edges is None else ["varlen", str(edges.dtype)]
-    name, _, where = fault.partition("@")
-    bad = where in ("", *kinds)
-    if bad and name == "abort": os.abort()
-    if bad and name == "hang": time.sleep(600)
-    if bad and name == "exit": sys.exit(3)
-    if bad and name == "vanish": os._exit(0)
-    if bad and name == "seize": seize()
-    if bad and name == "leave": os.fork() or time.sleep(600); os._exit(4)
-    if bad and name == "raises": raise RuntimeError("the library's own words")
-    if bad and name == "prints": print("noise " * 20000); os.write(1, b"noise")
+    kinds += ["pool"] if "state_indices" in options else []
+    faults = [each.partition("@") for each in os.environ.get("FAULT", "").split(",")]
+    bad = {name for name, _, where in faults if where in ("", *kinds)}
+    if "abort" in bad: os.abort()
+    if "hang" in bad: time.sleep(600)
+    if "exit" in bad: sys.exit(3)
+    if "vanish" in bad: os._exit(0)
+    if "seize" in bad: seize()
+    if "leave" in bad: os.fork() or time.sleep(600); os._exit(4)
+    if "raises" in bad: raise RuntimeError("the library's own words")
+    if "prints" in bad: print("noise " * 20000); os.write(1, b"noise")
     function = fused_recurrent_gated_delta_rule if "state_indices" in options else chunk_gated_delta_rule
     o, final = function(q, k, v, g, beta, **options)
-    if bad and name == "wrong": o = o * 1.05
-    if bad and name == "long" and q.shape[1] > 64: o = o * 1.05
-    if bad and name == "nan": o = o.clone(); o.view(-1)[:1] = float("nan")
-    if bad and name == "writes": v.zero_()
-    if bad and name == "overruns": q.as_strided((q.numel() + 8,), (1,), q.storage_offset())[-8:] = 1.0
-    if bad and name == "shape": o = o[:, :-1]
-    if bad and name == "dtype": o = o.float()
-    if bad and name == "keeps-state": final = None
-    if bad and name == "tail": o = torch.where(o == 0, 1e-30, o)
-    if bad and name == "varies": o = o + 1e-3 * torch.rand(())
-    if bad and name == "slot" and "state_indices" in options: options["initial_state"][11] += 1
+    if "wrong" in bad: o = o * 1.05
+    if "long" in bad and q.shape[1] > 64: o = o * 1.05
+    if "nan" in bad: o = o.clone(); o.view(-1)[:1] = float("nan")
+    if "writes" in bad: v.zero_()
+    if "overruns" in bad: q.as_strided((q.numel() + 8,), (1,), q.storage_offset())[-8:] = 1.0
+    if "shape" in bad: o = o[:, :-1]
+    if "dtype" in bad: o = o.float()
+    if "keeps-state" in bad: final = None
+    if "tail" in bad: o = torch.where(o == 0, 1e-30, o)
+    if "varies" in bad: o = o + 1e-3 * torch.rand(())
+    if "slot" in bad and "state_indices" in options: options["initial_state"][11] += 1
     return o, final
 
 def seize():
@@ -357,11 +358,21 @@ def test_an_asked_for_backend_that_cannot_run_is_not_ok(verify: Any) -> None:
     assert "not ok: nothing could run" in done.stdout
 
 
+def test_a_registered_backend_is_left_out_with_the_reason(backend: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name is no child process's, and that is no fault of its kernels."""
+    assert main(["verify", "gdn", "--backend", "acme", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (left,) = report["left_out"]
+    assert "it was given to kernelreg.register()" in left["reasons"][0]
+    assert report["outcomes"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("gdnn",), "did you mean 'gdn'"),
         (("--backend", "acm"), "did you mean 'acme'"),
+        (("--backend", "mine"), "not those that a program gives to kernelreg.register()"),
         (("--facts", "x.json"), "verify runs kernels on this machine"),
         (("--limit", "soon"), "--limit"),
     ],
@@ -423,7 +434,10 @@ def test_the_child_imports_what_the_command_can_and_nothing_else(verify: Any, tm
     ("number", "code"),
     [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
 )
-def test_nothing_of_a_child_outlives_the_command(verify: Any, tmp_path: Path, number: int, code: int) -> None:
+def test_nothing_of_a_child_outlives_the_command_but_what_was_found(
+    verify: Any, tmp_path: Path, number: int, code: int
+) -> None:
+    """The second operation hangs for good; the first was done, and wrong."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     held = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -439,13 +453,11 @@ def test_nothing_of_a_child_outlives_the_command(verify: Any, tmp_path: Path, nu
         raise TimeoutError(wanted)
 
     command = subprocess.Popen(
-        [sys.executable, "-m", "kernelreg", "verify", "gdn", "--backend", "acme"],
-        env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="seize", HELD=str(pipe)),
+        [sys.executable, "-m", "kernelreg", "verify", "--backend", "acme"],
+        env=environment(tmp_path, PYTHONPATH=str(tmp_path / "site"), FAULT="wrong@dense,seize@pool", HELD=str(pipe)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        preexec_fn=partial(
-            signal.signal, signal.SIGHUP, signal.SIG_DFL
-        ),  # nohup ignores it
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     try:
         wait(b"x")
@@ -456,6 +468,8 @@ def test_nothing_of_a_child_outlives_the_command(verify: Any, tmp_path: Path, nu
     finally:
         command.kill()
         os.close(held)
+    assert "quarantined" in verify("resolve", "gdn.chunk", "--json").stdout
+    assert "quarantined" not in verify("resolve", "gdn.recurrent", "--json").stdout
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from kernelreg.errors import ConfigurationError, unknown_name
 from kernelreg.machine import CPU, Device, Facts
 from kernelreg.session import session
 
@@ -21,6 +22,13 @@ PLAIN_WIDTH = 110
 def facts_of(words: argparse.Namespace) -> Facts:
     """The facts file that ``--facts`` names, else this machine's."""
     return session.facts() if words.facts is None else Facts.load(words.facts)
+
+
+def warn_of_environment() -> None:
+    """Say on standard error which variables are wrong or unknown: for the commands that no policy changes."""
+    _, errors, warnings = session.environment_policy()
+    for each in (*errors, *warnings):
+        print(f"kernelreg: warning: {each}", file=sys.stderr)
 
 
 def devices_of(facts: Facts) -> tuple[Device, ...]:
@@ -48,6 +56,23 @@ def console() -> Console:
 def on_terminal(stream: TextIO | None) -> bool:
     """Whether a person reads the stream; there is none where the program was started with it closed."""
     return stream is not None and stream.isatty()
+
+
+def known_backend(said: str, name: str, names: tuple[str, ...]) -> str:
+    """A backend that a person named.
+
+    Args:
+        said: what was written, as it was written.
+
+    Raises:
+        ConfigurationError: there is none of that name; names the nearest.
+    """
+    if name not in names:
+        raise ConfigurationError(
+            f"{said}: {unknown_name('backend', name, names)} (the command line sees the backends that are installed, "
+            "not those that a program gives to kernelreg.register())"
+        )
+    return name
 
 
 def describe(device: Device) -> str:

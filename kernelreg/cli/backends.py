@@ -8,7 +8,7 @@ import json
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, facts_of, seconds, working, write
+from kernelreg.cli._shared import console, facts_of, seconds, warn_of_environment, working, write
 from kernelreg.descriptor import Kernel, full
 from kernelreg.errors import ConfigurationError
 from kernelreg.machine import Facts, Problem
@@ -47,6 +47,7 @@ def run(words: argparse.Namespace) -> int:
     if words.schema:
         write(descriptor_schema())
         return 0
+    warn_of_environment()
     if words.stale:
         return _run_stale(words)
     registry = session.registry()

@@ -12,8 +12,8 @@ import msgspec
 
 from kernelreg._version import __version__
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, describe, devices_of, facts_of, seconds, working, write
-from kernelreg.errors import ConfigurationError, FactsError, encodable, unknown_name
+from kernelreg.cli._shared import console, describe, devices_of, facts_of, known_backend, seconds, working, write
+from kernelreg.errors import ConfigurationError, FactsError, encodable
 from kernelreg.imports import IMPORT_SECONDS, Adapter, Imported, import_adapter
 from kernelreg.machine import CPU, Facts, Problem
 from kernelreg.ops import operation_named
@@ -211,9 +211,7 @@ def _requirement(text: str, registry: Registry) -> tuple[str, str]:
     if not equals:
         raise ConfigurationError(f"--require {text}: accepted: OP=BACKEND, such as gdn.chunk=fla")
     canonical = operation_named(operation.strip()).name
-    if backend.strip() not in registry.names():
-        raise ConfigurationError(f"--require {text}: {unknown_name('backend', backend.strip(), registry.names())}")
-    return canonical, backend.strip()
+    return canonical, known_backend(f"--require {text}", backend.strip(), registry.names())
 
 
 # -- for a person ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, on_terminal, seconds, write
-from kernelreg.errors import ConfigurationError, KernelregError, encodable, unknown_name
+from kernelreg.cli._shared import console, known_backend, on_terminal, seconds, write
+from kernelreg.errors import ConfigurationError, KernelregError, encodable
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
 from kernelreg.policy import Policy
@@ -35,6 +35,12 @@ HELP = "Run the backends here on calls with known answers; a kernel that is wron
 
 #: Calls drawn at random beside the contract's rows.
 _DRAWS = 8
+
+#: Why a backend that a program has registered is not judged by a command that it calls.
+_NOT_INSTALLED = (
+    "it was given to kernelreg.register(), and the child processes that judge know installed backends alone; "
+    "fix: install it with an entry point, or judge it with kernelreg.testing"
+)
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +88,10 @@ def run(words: argparse.Namespace) -> int:
     wanted = [operation_named(words.operation).name] if words.operation else [each.name for each in operations()]
     names = session.registry().names()
     for name in words.backend or ():
-        if name not in names:
-            raise ConfigurationError(f"--backend {name}: {unknown_name('backend', name, names)}")
+        known_backend(f"--backend {name}", name, names)
     device = words.device or session.default_device(facts)
     runnable, left = _usable(facts, wanted, words.backend or names, device, policy)
-    outcomes = _judge(runnable, device, words.limit, quiet=words.json)
+    outcomes, kept = _judge(runnable, device, words.limit, facts.fingerprint, quiet=words.json)
     report = Report(
         ok=not any(each.status == "wrong" for each in outcomes)
         and bool(outcomes)
@@ -96,7 +101,7 @@ def run(words: argparse.Namespace) -> int:
         fingerprint=facts.fingerprint,
         outcomes=outcomes,
         left_out=left,
-        kept=_keep(facts.fingerprint, outcomes),
+        kept=kept,
     )
     if words.json:
         write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
@@ -121,11 +126,14 @@ def _usable(
     """
     disabled = msgspec.structs.replace(policy, backend={}, prefer=(), strict=False)
     runnable, left = [], []
+    installed = session.installed().names()
     for operation in wanted:
         decision = decide(session.registry(), facts, make_call(operation, device), disabled, session.ruled_out)
         for backend in backends:
             rows = [each for each in decision.candidates if each.backend == backend]
-            if any(each.accepted for each in rows):
+            if rows and backend not in installed:
+                left.append(Left(operation=operation, backend=backend, reasons=(_NOT_INSTALLED,)))
+            elif any(each.accepted for each in rows):
                 runnable.append((operation, backend))
             elif (closest := closest_row(rows, backend)) is not None:
                 reasons = tuple(str(reason) for reason in closest.reasons)
@@ -133,15 +141,30 @@ def _usable(
     return runnable, tuple(left)
 
 
-def _judge(pairs: list[tuple[str, str]], device: str, limit: float, *, quiet: bool) -> tuple[Outcome, ...]:
+def _judge(
+    pairs: list[tuple[str, str]], device: str, limit: float, fingerprint: str, *, quiet: bool
+) -> tuple[tuple[Outcome, ...], str | None]:
+    """What was found, and where it is kept: each backend's as soon as it is done, for the next may not end.
+
+    None in place of the path where nothing ran or not all can be kept.
+    """
     sizes = "small" if device == "cpu" else "real"
     counts = {operation: len(cases(operation, sizes, draws=_DRAWS, quick=True)) for operation, _ in pairs}
     outcomes: list[Outcome] = []
+    kept: str | None = None
+    unkept: dict[str, None] = {}
     with _progress(sum(counts[operation] for operation, _ in pairs), quiet) as advance:
         for operation, backend in pairs:
             task = Task(operation=operation, backend=backend, device=device, sizes=sizes, draws=_DRAWS, skip=0)
-            outcomes += run_backend(task, limit, counts[operation], advance)
-    return tuple(outcomes)
+            found = run_backend(task, limit, counts[operation], advance)
+            outcomes += found
+            try:
+                kept = _keep(fingerprint, tuple(found))
+            except KernelregError as error:
+                unkept[str(error)] = None
+    for text in unkept:
+        print(f"kernelreg: the results are not kept: {text}", file=sys.stderr)
+    return tuple(outcomes), None if unkept else kept
 
 
 @contextmanager
@@ -161,21 +184,19 @@ def _progress(total: int, quiet: bool) -> Iterator[Any]:
         )
 
 
-def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str | None:
-    """Merge the run into the record of this machine; gives its path, or None where nothing ran or can be kept."""
-    if not outcomes:
-        return None
+def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str:
+    """Merge outcomes into the record of this machine; gives its path.
+
+    Raises:
+        KernelregError: it cannot be written.
+    """
     date = datetime.date.today().isoformat()
     try:
         known = load_record(fingerprint)
     except KernelregError:
         known = None  # a broken record is replaced
     record = known or Record(date=date, fingerprint=fingerprint)
-    try:
-        return encodable(str(save_record(record.with_run(outcomes, date))))
-    except KernelregError as error:
-        print(f"kernelreg: the results are not kept: {error}", file=sys.stderr)
-        return None
+    return encodable(str(save_record(record.with_run(outcomes, date))))
 
 
 def _show(report: Report, out: Console) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kernelreg.decoding import decode_json, read_bytes
-from kernelreg.errors import FactsError
+from kernelreg.errors import ConfigurationError, FactsError, path_of
 from kernelreg.writing import write_whole
 
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -144,8 +143,9 @@ class Facts(_Record, frozen=True, kw_only=True):
         Raises:
             FactsError: unreadable, not JSON, an unknown or missing key, an index that two devices have; names the
                 file and the key.
+            ConfigurationError: ``path`` is no path.
         """
-        data = read_bytes(Path(path), FactsError)
+        data = read_bytes(path_of("Facts.load", path), FactsError)
         return decode_json(data, cls, source=os.fspath(path), error=FactsError)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -153,8 +153,9 @@ class Facts(_Record, frozen=True, kw_only=True):
 
         Raises:
             FactsError: the file cannot be written; names it and the cause.
+            ConfigurationError: ``path`` is no path.
         """
-        write_whole(path, self.to_json() + "\n", FactsError)
+        write_whole(path_of("Facts.save", path), self.to_json() + "\n", FactsError)
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain data, as in a facts file."""
@@ -172,7 +173,13 @@ class Facts(_Record, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(deciding, order="sorted")).hexdigest()[:16]
 
     def device(self, name: str) -> Device | None:
-        """The visible device that torch would call ``name`` (``cuda`` is ``cuda:0``), or None."""
+        """The visible device that torch would call ``name`` (``cuda`` is ``cuda:0``), or None.
+
+        Raises:
+            ConfigurationError: ``name`` is no text.
+        """
+        if not isinstance(name, str):
+            raise ConfigurationError(f"device({name!r:.100}); accepted: a device's name, such as 'cuda:0'")
         if name in _EVERYWHERE:
             return _EVERYWHERE[name]
         wanted = name if ":" in name else f"{name}:0"

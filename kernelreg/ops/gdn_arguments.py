@@ -80,6 +80,8 @@ def check_arguments(
             raise _shape("q", q, "[1, T, H, K] with cu_seqlens: the sequences are packed in one row")
         sequences = cu_seqlens.shape[0] - 1
         edges = host_edges(cu_seqlens, T, options.get("cu_seqlens_cpu"))
+    elif options.get("cu_seqlens_cpu") is not None:
+        raise CallError("cu_seqlens_cpu without cu_seqlens, whose values it has; accepted: both, or neither")
     if not q.dtype == k.dtype == v.dtype:
         raise CallError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; accepted: one dtype for the three")
     device = q.device
@@ -120,6 +122,20 @@ def real_scale(scale: object) -> float | None:
     return number
 
 
+def yes_or_no(name: str, value: object) -> bool:
+    """A flag as a plain bool: numpy's, 0, 1 and None are ones, too.
+
+    Raises:
+        CallError: anything else; a text is true in Python, and a tensor in its place is an argument in another's.
+    """
+    if value is True or value is False:
+        return value is True
+    number = isinstance(value, int) and value in (0, 1)
+    if value is None or number or type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise CallError(f"{name} is a {type(value).__name__}; accepted: True or False")
+
+
 def _check_gates(options: Mapping[str, Any], HV: int) -> None:
     """The rules of raw gates: each flag with what it needs, and nothing without its flag."""
     for name in _OF_RAW_GATES:
@@ -151,6 +167,11 @@ def _check_pool(
         raise CallError(
             f"initial_state is {list(pool.shape)} with strides {list(pool.stride())}: entries may share memory; "
             "accepted: a pool that can be written in place, each entry in a place of its own"
+        )
+    if pool.is_inference() and not torch.is_inference_mode_enabled():
+        raise CallError(
+            "initial_state is a pool that was made under torch.inference_mode(), and it is updated in place; accepted: "
+            "the call under torch.inference_mode() too, or a pool made outside it"
         )
     if slots.dtype not in _WHOLE or slots.dim() not in (1, 2) or slots.shape[0] != sequences:
         form = f"int32 or int64, [N] or [N, S] with N = {sequences}"
