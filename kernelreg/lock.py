@@ -102,14 +102,14 @@ class Lock(_Record, frozen=True, kw_only=True):
 
     Attributes:
         kernelreg: the release that decided.
-        model: whose calls they are, where it has a name; ``tp`` over how many devices its heads are split.
+        models: whose calls they are, where they have names; ``tp`` over how many devices their heads are split.
         setup: what it was decided for. Another card's decisions it does not pin.
         versions: of each pinned backend, torch and the packages that it names; None where one was not installed.
     """
 
     schema: Literal[1] = 1
     kernelreg: Name = __version__
-    model: Name | None = None
+    models: tuple[Name, ...] = ()
     tp: tuple[Count, ...] = (1,)
     setup: Setup
     versions: dict[Name, dict[Name, str | None]] = {}

@@ -46,7 +46,7 @@ def make_lock(
     dtype: str,
     state_dtype: str,
     more: Iterable[str] = (),
-    model: str | None = None,
+    models: Sequence[str] = (),
     tp: Sequence[int] = (1,),
 ) -> tuple[Lock, tuple[Unpinned, ...]]:
     """The decisions for a model's calls, and the calls that no kernel takes.
@@ -56,7 +56,7 @@ def make_lock(
         device: whose decisions they are.
         shapes: each device's share of the layer.
         more: features that the calls may use beside the workloads' own.
-        model, tp: what the file says of itself.
+        models, tp: what the file says of itself.
 
     Raises:
         ConfigurationError: an unknown dtype or feature.
@@ -84,7 +84,7 @@ def make_lock(
                     unpinned.append(_unpinned(grounds.decide(call)))
     backends = sorted({each.backend for each in pins})
     lock = Lock(
-        model=model,
+        models=tuple(models),
         tp=tuple(tp),
         setup=setup_of(grounds.facts, device),
         versions={name: versions_of(name, grounds.registry, grounds.facts) for name in backends},

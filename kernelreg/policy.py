@@ -210,9 +210,10 @@ def _forced(value: str | Mapping[str, str], known: tuple[str, ...], place: str) 
 
 
 def _path(value: object, place: str) -> str:
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not path or not isinstance(path, str):
         raise ConfigurationError(f"{place}; accepted: the path of a file")
-    return str(os.fspath(value))
+    return path
 
 
 def _names(value: Sequence[str] | str, known: tuple[str, ...], place: str) -> tuple[str, ...]:

@@ -157,9 +157,17 @@ class Profile(_Record, frozen=True, kw_only=True):
                 raise ValueError(f"points: {point.operation}, {point.kind}, {point.size} of one shape are there twice")
             seen.add(point.place)
 
+    def adding(self, points: Iterable[Point]) -> Profile:
+        """With more points, each in the place of what was there of the same call."""
+        known = {each.place: each for each in (*self.points, *points)}
+        return msgspec.structs.replace(self, points=tuple(known.values()))
+
     def to_json(self) -> str:
-        """The text of a profile's file."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+        """The text of a profile's file, a line a point."""
+        head = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self, points=())), indent=1).decode()
+        before, _, after = head.rpartition("[]")
+        points = ",\n  ".join(msgspec.json.encode(each).decode() for each in self.points)
+        return f"{before}[\n  {points}\n ]{after}" if points else head
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile's file, whole or not at all.

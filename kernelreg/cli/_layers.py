@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 
 from kernelreg.call import DTYPES
 from kernelreg.errors import ConfigurationError, unknown_name
 from kernelreg.models import MODELS, Shape, model_named
 from kernelreg.ops import operation_named
-from kernelreg.session import session
 from kernelreg.workloads import WORKLOADS, Workload, workloads_named
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     """The layer's shape, how it is shared, and what it computes in."""
     names = ", ".join(MODELS)
-    parser.add_argument("--model", metavar="NAME", help=f"a model's head shape: {names}")
+    parser.add_argument("--model", type=words, metavar="NAME,…", help=f"head shapes of models: {names}")
     parser.add_argument("--heads", type=integers, metavar="H,HV", help="a head shape of your own: of q and k, and of v")
     parser.add_argument("--head-dim", type=integers, metavar="K[,V]", help="with --heads: 128 if not given")
     parser.add_argument("--tp", type=integers, default=[1], metavar="N,…", help="devices that share the heads (1)")
@@ -44,22 +42,23 @@ def words(text: str) -> list[str]:
 
 
 def shapes_of(given: argparse.Namespace) -> list[Shape]:
-    """One device's share of the layer, for each way of sharing it.
+    """One device's share of each layer, for each way of sharing it.
 
     Raises:
-        ConfigurationError: not one layer, or one that cannot be shared so.
+        ConfigurationError: no layer, or one that cannot be shared so.
     """
-    if (given.model is None) == (given.heads is None):
+    if bool(given.model) == bool(given.heads):
         raise ConfigurationError(f"give one of --model and --heads; models: {', '.join(MODELS)}")
-    if given.model is not None:
+    if given.model:
         if given.head_dim is not None:
             raise ConfigurationError("--head-dim goes with --heads; a model has its own")
-        shape = model_named(given.model).shape
+        layers = [model_named(name).shape for name in given.model]
     else:
         shape = Shape(*_pair("--heads", given.heads), *_pair("--head-dim", given.head_dim or [128]))
         if shape.value_heads % shape.heads:
             raise ConfigurationError(f"--heads {shape.heads},{shape.value_heads}: HV is no multiple of H")
-    return [shape.split(each) for each in given.tp]
+        layers = [shape]
+    return list(dict.fromkeys(layer.split(each) for layer in layers for each in given.tp))
 
 
 def _pair(flag: str, values: Sequence[int]) -> tuple[int, int]:
@@ -84,10 +83,3 @@ def workloads_of(given: argparse.Namespace, operations: Sequence[str]) -> tuple[
     if given.dtype not in DTYPES:
         raise ConfigurationError(f"--dtype: {unknown_name('dtype', given.dtype, DTYPES)}")
     return found
-
-
-def set_files_aside(*names: str) -> None:
-    """Take variables out of this process and its children: the command makes the file that such a variable names."""
-    for name in names:
-        os.environ.pop(name, None)
-    session.refresh()

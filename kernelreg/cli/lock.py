@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kernelreg.cli._layers import add_layer_arguments, set_files_aside, shapes_of, words, workloads_of
-from kernelreg.cli._shared import console, facts_of, working, write
+from kernelreg.cli._layers import add_layer_arguments, shapes_of, words, workloads_of
+from kernelreg.cli._shared import console, facts_of, set_aside, working, write
 from kernelreg.errors import ConfigurationError
 from kernelreg.lock import Lock, load_lock
 from kernelreg.locking import Check, check_lock, make_lock
 from kernelreg.machine import CPU
-from kernelreg.models import MODELS
 from kernelreg.session import session
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """0 when written, or when every decision holds; 1 where one does not, or nothing could be pinned."""
-    set_files_aside("KERNELREG_LOCK")
+    set_aside("KERNELREG_LOCK")
     facts = facts_of(given)
     grounds = session.grounds(facts)
     if given.check is not None:
@@ -75,7 +74,7 @@ def run(given: argparse.Namespace) -> int:
             dtype=given.dtype,
             state_dtype=given.state_dtype,
             more=given.features,
-            model=next((each for each in MODELS if given.model and each == given.model.lower()), None),
+            models=given.model or (),
             tp=given.tp,
         )
     if given.output is None or given.json:
