@@ -13,7 +13,7 @@ from kernelreg.cli._layers import add_layer_arguments, shapes_of, words, workloa
 from kernelreg.cli._shared import console, facts_of, set_aside, working, write
 from kernelreg.errors import ConfigurationError
 from kernelreg.lock import Lock, load_lock
-from kernelreg.locking import Check, check_lock, make_lock
+from kernelreg.locking import Broken, Check, check_lock, make_lock
 from kernelreg.machine import CPU
 from kernelreg.session import session
 
@@ -103,11 +103,18 @@ def _show_check(path: str, check: Check, out: Console) -> None:
         out.print(f"  {text}", style="yellow")
     if check.broken:
         out.print(f"--- {path}\n+++ this machine")
+    alike: dict[tuple[object, ...], list[Broken]] = {}
     for each in check.broken:
-        out.print(f" {each.calls}")
-        out.print(f"-{each.backend} {each.kernel}", style="red")
-        out.print(f"+{each.now or 'nothing fits'}", style="green")
-        for reason in each.reasons:
+        alike.setdefault((each.backend, each.kernel, each.now, each.reasons), []).append(each)
+    for those in alike.values():
+        for each in those:
+            out.print(f" {each.calls}")
+        first = those[0]
+        pinned = f"{first.backend} {first.kernel}"
+        now = "the same kernel, of other versions" if first.now == pinned else first.now or "nothing fits"
+        out.print(f"-{pinned}", style="red")
+        out.print(f"+{now}", style="green")
+        for reason in first.reasons:
             out.print(f"#  {reason}")
     for other in check.outranked:
         out.print(f"holds, though {other.now} would be chosen without it: {other.calls} ({other.backend})", style="dim")
