@@ -19,11 +19,11 @@ from kernelreg import ConfigurationError, Facts
 from kernelreg.agreement import Asked, Message, agree_on
 from kernelreg.call import Call, make_call
 from kernelreg.cli import main
-from kernelreg.descriptor import Span
+from kernelreg.descriptor import Span, make_descriptor
 from kernelreg.dispatch import Buckets
 from kernelreg.policy import Policy
 from kernelreg.profile import Evidence, load_profile, nearest_size, told_time
-from kernelreg.registry import discover
+from kernelreg.registry import Backend, discover
 from kernelreg.resolution import explain
 from kernelreg.resolver import Candidate, decide, judge
 from tests.machines import decided, descriptor, machine
@@ -187,6 +187,27 @@ def test_a_kernel_that_failed_where_it_was_measured_ranks_last_there() -> None:
     able = [f"{each.backend} {each.kernel}" for each in last.candidates if each.accepted]
     assert (able[0], able[-1]) == (FLA, QLA)
     assert "no time (RuntimeError: no memory)" in explain(last)
+
+
+def test_a_kernel_that_is_known_to_be_slow_ranks_by_its_time_where_it_has_one() -> None:
+    fault = {"when": {}, "severity": "slow", "because": "a test", "url": "a test"}
+    preference = [{"speedup": 90.0, "source": "a test"}]
+    other = descriptor("other", kernel={"preference": preference}, known_bad=[fault])
+    registry = BUILT_IN.adding(Backend(descriptor=make_descriptor(other), origin="a test"))
+    call = make_call("gdn.chunk", "cuda:0", dtype="bfloat16", head_dim_k=128, head_dim_v=128)
+    assert decide(registry, H200, call, Policy()).backend == "flash_qla"
+    found = evidence(point({"other only": 1, QLA: 2}))
+    assert decide(registry, H200, call, Policy(), evidence=found).backend == "other"
+
+
+def test_of_what_a_call_does_not_say_the_largest_counts() -> None:
+    found = evidence(
+        point({QLA: 1, FLA: 2}, heads=2, value_heads=4),
+        point({QLA: 1, FLA: 2}, heads=4, value_heads=16),
+        point({QLA: 2, FLA: 1}, heads=8, value_heads=16),
+    )
+    assert chosen(found, heads=None, value_heads=None) == FLA
+    assert chosen(found, heads=None, value_heads=4) == QLA
 
 
 def test_a_wish_and_a_force_are_stronger_than_times() -> None:
