@@ -13,7 +13,7 @@ import msgspec
 
 from kernelreg._version import __version__
 from kernelreg.call import OPTIONS, Call
-from kernelreg.decoding import decode_json
+from kernelreg.decoding import NOT_JSON, decode_json
 from kernelreg.errors import KernelregError, RanksError
 from kernelreg.machine.model import Facts
 from kernelreg.policy import Policy
@@ -175,16 +175,22 @@ def decode(sent: Iterable[bytes]) -> list[Message]:
     """The messages of all ranks, by rank.
 
     Raises:
-        RanksError: the ranks run several releases of kernelreg, whose kernels of one name need not be the same.
+        RanksError: the ranks run several releases of kernelreg, whose kernels of one name need not be the same, or a
+            message is none.
     """
     sent = list(sent)
-    headers = [msgspec.json.decode(each, type=_Header) for each in sent]
-    releases = grouped((each.kernelreg, each.rank) for each in headers)
-    if len(releases) > 1:
-        told = "; ".join(f"{release} on {told_ranks(ranks)}" for release, ranks in releases.items())
-        others = [rank for ranks in list(releases.values())[1:] for rank in ranks]
-        raise RanksError(f"the ranks run different releases of kernelreg: {told}; accepted: one", others)
-    return sorted((msgspec.json.decode(each, type=Message) for each in sent), key=lambda each: each.rank)
+    try:
+        headers = [msgspec.json.decode(each, type=_Header) for each in sent]
+        releases = grouped((each.kernelreg, each.rank) for each in headers)
+        if len(releases) > 1:
+            told = "; ".join(f"{release} on {told_ranks(ranks)}" for release, ranks in releases.items())
+            others = [rank for ranks in list(releases.values())[1:] for rank in ranks]
+            raise RanksError(f"the ranks run different releases of kernelreg: {told}; accepted: one", others)
+        return sorted((msgspec.json.decode(each, type=Message) for each in sent), key=lambda each: each.rank)
+    except NOT_JSON as error:  # two states of a repository call themselves by one number
+        raise RanksError(
+            f"a rank's message cannot be read: {error}; do all ranks run the same code of kernelreg {__version__}?"
+        ) from error
 
 
 def agree_on(messages: Sequence[Message], rank: int) -> tuple[Agreed, ...]:

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from kernelreg.children import alike, death, end_with_parent
+from kernelreg.children import KEPT, LONGEST, alike, death, end_with_parent, keep_first, keep_last, listen
+from kernelreg.decoding import NOT_JSON
 from kernelreg.errors import KernelregError
 from kernelreg.faults import last_line, one_line
 
-if TYPE_CHECKING:
-    import socket
-
 Question = TypeVar("Question", bound=msgspec.Struct)
 Answer = TypeVar("Answer", bound=msgspec.Struct)
-
-#: Bytes that are kept of what a child prints, and of an answer; a child in a loop may print without end.
-_KEPT = 1 << 14
-_LONGEST = 1 << 22
-_CHUNK = 1 << 16
 
 
 class NoAnswerError(KernelregError):
@@ -49,7 +41,11 @@ def ask(module: str, question: msgspec.Struct, answer: type[Answer], limit: floa
     import socket  # not above: Python 3.13.0 cannot import it in a folder that is gone, and the commands import this
 
     deadline = time.monotonic() + limit
-    ours, theirs = socket.socketpair()
+    wire, printed, words = bytearray(), bytearray(), bytearray()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:  # no file is left to open
+        raise NoAnswerError(f"no process to ask in: {error}") from error
     with ours:
         try:
             with theirs:
@@ -67,20 +63,23 @@ def ask(module: str, question: msgspec.Struct, answer: type[Answer], limit: floa
             try:
                 with contextlib.suppress(OSError):  # it has died already: how is told below
                     ours.sendall(msgspec.json.encode(question) + b"\n")
-                heard = _listen(child, ours, deadline)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    if not heard.answered:
-                        child.wait(max(0.0, deadline - time.monotonic()))
+                takes = {
+                    ours: keep_first(wire, LONGEST),
+                    child.stdout: keep_first(printed, KEPT),
+                    child.stderr: keep_last(words, KEPT),
+                }
+                listen(child, takes, deadline, lambda: b"\n" in wire)
                 code = child.poll()
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, signal.SIGKILL)  # compilers that it started, too
-    if heard.answered:
-        with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(heard.wire, type=answer), one_line(heard.printed.decode(errors="replace"))
-    words = last_line(heard.words.decode(errors="replace"))
-    cause = f"no answer within {limit:g} s" if code is None and not heard.answered else death(code)
-    raise NoAnswerError(f"{cause}; its last words: {words}" if words else cause)
+    said, answered, _ = wire.partition(b"\n")  # one that forks may answer twice
+    if answered:
+        with contextlib.suppress(*NOT_JSON):
+            return msgspec.json.decode(said, type=answer), one_line(printed.decode(errors="replace"))
+    last = last_line(words.decode(errors="replace"))
+    cause = f"no answer within {limit:g} s" if code is None and not answered else death(code)
+    raise NoAnswerError(f"{cause}; its last words: {last}" if last else cause)
 
 
 def reply(kind: type[Question], respond: Callable[[Question], msgspec.Struct]) -> int:
@@ -95,59 +94,3 @@ def reply(kind: type[Question], respond: Callable[[Question], msgspec.Struct]) -
     while answer:
         answer = answer[os.write(wire, answer) :]
     return 0
-
-
-class _Heard:
-    """What came from a child: its answer, the beginning of what it printed, and the end of its errors."""
-
-    def __init__(self) -> None:
-        self.wire, self.printed, self.words = bytearray(), bytearray(), bytearray()
-
-    @property
-    def answered(self) -> bool:
-        return self.wire.endswith(b"\n")
-
-    def take_wire(self, data: bytes) -> None:
-        if len(self.wire) < _LONGEST:
-            self.wire += data
-
-    def take_printed(self, data: bytes) -> None:
-        self.printed += data[: _KEPT - len(self.printed)]
-
-    def take_words(self, data: bytes) -> None:
-        self.words += data
-        del self.words[:-_KEPT]
-
-
-def _listen(child: subprocess.Popen[bytes], wire: socket.socket, deadline: float) -> _Heard:
-    """Until the answer is complete, the child has ended or the time is up; what was said before that is still heard.
-
-    Neither end is waited for: a process that the child left behind may hold it open.
-    """
-    heard = _Heard()
-    with selectors.DefaultSelector() as selector:
-        selector.register(wire, selectors.EVENT_READ, heard.take_wire)
-        for pipe, take in ((child.stdout, heard.take_printed), (child.stderr, heard.take_words)):
-            if pipe is not None:
-                selector.register(pipe, selectors.EVENT_READ, take)
-        while not heard.answered and child.poll() is None and (left := deadline - time.monotonic()) > 0:
-            closed = len(selector.get_map()) == 1  # it is ending, or has closed what is not its own
-            _take(selector, min(left, 0.02 if closed else 0.5))
-        for _ in range(_LONGEST // _CHUNK):
-            if not _take(selector, 0):
-                break
-    return heard
-
-
-def _take(selector: selectors.BaseSelector, seconds: float) -> bool:
-    """Take what has come, or comes within this time; whether anything has."""
-    ready = selector.select(seconds)
-    for key, _ in ready:
-        try:
-            data = os.read(key.fd, _CHUNK)
-        except OSError:  # a connection that was reset is one that has ended
-            data = b""
-        key.data(data)
-        if not data:
-            selector.unregister(key.fileobj)
-    return bool(ready)

@@ -10,7 +10,8 @@ import re
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from kernelreg.versions import parse_range
+from kernelreg.errors import DescriptorError
+from kernelreg.versions import check_length, parse_range
 
 _CAPABILITY = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
 _OPERAND = re.compile(r"[0-9]{1,3}\.([0-9]{1,3}|\*)")
@@ -20,13 +21,14 @@ def parse_capabilities(text: str) -> tuple[SpecifierSet, ...]:
     """The alternatives that ``text`` writes.
 
     Raises:
-        ValueError: an alternative is empty, or compares with something that is not MAJOR.MINOR.
+        DescriptorError: too long, an alternative is empty, or compares with something that is not MAJOR.MINOR.
     """
+    check_length(text)
     alternatives = tuple(parse_range(part) for part in text.split("||"))
     for specifiers in alternatives:
         for specifier in specifiers:
             if not _OPERAND.fullmatch(specifier.version):
-                raise ValueError(
+                raise DescriptorError(
                     f"{text!r} compares with {specifier.version!r}, which is no compute capability; "
                     'accepted: "==9.0" (exact), "==10.*" (family), ">=8.0" (range), "||" between alternatives'
                 )

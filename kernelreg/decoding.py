@@ -24,8 +24,11 @@ else:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-#: No facts file or record comes near this size; a larger one is a mistake or an attack.
-MAX_BYTES = 4 << 20
+#: All that msgspec raises over what is no JSON, or not of the type: text that is not UTF-8, brackets without end.
+NOT_JSON = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+#: No facts file or record comes near this size; a larger one is a mistake, or an attack that takes seconds to read.
+MAX_BYTES = 1 << 20
 #: Parts of a dotted key: the reader's time grows with their square.
 _MAX_PARTS = 64
 
@@ -107,7 +110,7 @@ def decode_json(data: bytes, kind: type[T], *, source: str, error: type[Kernelre
     """``data`` as JSON of the given type; ``source`` names it in errors."""
     try:
         parsed = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as cause:
+    except NOT_JSON as cause:
         raise error(f"{source}: not JSON: {cause}") from cause
     return _convert(parsed, kind, source, error)
 

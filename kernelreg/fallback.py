@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernelreg.call import Call
 from kernelreg.errors import CallError, KernelFailedError
-from kernelreg.faults import fault_of, links_of, told
+from kernelreg.faults import all_behind, fault_of, told
 from kernelreg.findings import Finding, kind_of
 from kernelreg.session import session
 
@@ -86,7 +86,7 @@ def keep_away(call: Call, error: BaseException, kept: Kept | None, *, in_place: 
 
 
 def _of_device(error: BaseException) -> bool:
-    return any(isinstance(each, _DEVICE_ERRORS) or _DEVICE_ERROR.search(told(each)) for each in links_of(error))
+    return any(isinstance(each, _DEVICE_ERRORS) or _DEVICE_ERROR.search(told(each)) for each in all_behind(error))
 
 
 def _too_late(call: Call, kept: Kept | None, in_place: bool, error: BaseException) -> str | None:

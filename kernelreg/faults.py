@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Sequence
+from types import FrameType
 
 #: Links of a chain that are told; what lies behind them rarely says more.
 _LINKS = 5
@@ -16,13 +19,12 @@ def fault_of(error: BaseException) -> str:
     """The error and what caused it, outermost first: ``ImportError: a ← OSError: libfoo.so: cannot open``.
 
     Raises:
-        KeyboardInterrupt: it is one, or was raised while one was handled: a library that catches everything has
-            caught the user's Ctrl-C, too.
+        KeyboardInterrupt: it is one, or was raised while one was handled, whatever was said to be the cause: a library
+            that catches everything has caught the user's Ctrl-C, too.
     """
-    links = links_of(error)
-    if any(isinstance(link, KeyboardInterrupt) for link in links):
+    if any(isinstance(each, KeyboardInterrupt) for each in all_behind(error)):
         raise KeyboardInterrupt from error
-    return " ← ".join(told(link) for link in links[:_LINKS])
+    return " ← ".join(told(link) for link in links_of(error)[:_LINKS])
 
 
 def printable(text: str) -> str:
@@ -42,13 +44,51 @@ def last_line(text: str) -> str:
 
 
 def links_of(error: BaseException) -> list[BaseException]:
-    """The error and what caused it, outermost first."""
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and not any(link is each for each in links):
-        links.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return links
+    """The error and what it says caused it, outermost first; of a group, its members and what caused those."""
+    return _walk(error, lambda each: [each.__cause__ or (None if each.__suppress_context__ else each.__context__)])
+
+
+def all_behind(error: BaseException) -> list[BaseException]:
+    """The error and all that was being handled when it came about, also what ``from`` keeps out of its chain."""
+    return _walk(error, lambda each: [each.__cause__, each.__context__])
+
+
+def _walk(
+    error: BaseException, causes: Callable[[BaseException], Sequence[BaseException | None]]
+) -> list[BaseException]:
+    """The error and those behind it. What a caller of ours is handling meanwhile is behind nothing of it."""
+    calling = _calling()
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop(0)
+        if each is None or any(each is other for other in found):
+            continue
+        caught = each.__traceback__
+        if each is not error and caught is not None and any(caught.tb_frame is frame for frame in calling):
+            continue
+        found.append(each)
+        waiting[:0] = [*_members(each), *causes(each)]
+    return found
+
+
+def _calling() -> list[FrameType]:
+    """The frames that wait for this one."""
+    frames = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _members(error: BaseException) -> Sequence[BaseException]:
+    """What an ``ExceptionGroup`` (of Python 3.11 and newer, or a backport's) holds."""
+    try:
+        members = getattr(error, "exceptions", ())
+    except Exception:  # an attribute of its own, which fails
+        return ()
+    return members if isinstance(members, tuple) and all(isinstance(each, BaseException) for each in members) else ()
 
 
 def told(error: BaseException) -> str:

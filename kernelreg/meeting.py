@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -42,6 +43,30 @@ class _Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     cause: str = ""
 
 
+class Turns:
+    """How many exchanges a rank has begun, in a store that may be older than the process group.
+
+    The launcher's store outlives ``destroy_process_group``, and the next group starts where the last one ended: each
+    rank notes its own number there.
+    """
+
+    def __init__(self) -> None:
+        self._here = itertools.count()
+        self._before: int | None = None
+
+    def next(self) -> int:
+        """The number of an exchange, among those of this group."""
+        return next(self._here)
+
+    def of_store(self, store: Store, place: int, here: int) -> int:
+        """The number of that exchange among all in the store."""
+        key = f"turns/{place}"
+        if self._before is None:
+            self._before = int(store.get(key)) if store.check([key]) else 0
+        store.set(key, str(self._before + here + 1))
+        return self._before + here
+
+
 class Table:
     """A store that ranks meet in.
 
@@ -50,7 +75,7 @@ class Table:
         place: this rank's, in the group.
     """
 
-    def __init__(self, store: Callable[[], Store], ranks: Sequence[int], place: int, turns: Iterator[int]) -> None:
+    def __init__(self, store: Callable[[], Store], ranks: Sequence[int], place: int, turns: Turns) -> None:
         self._store = store
         self.ranks = tuple(ranks)
         self.place = place
@@ -68,7 +93,7 @@ class Table:
             RanksError: a rank withdrew, or did not answer by ``end``; on every rank alike.
         """
         sent = encode(message)
-        received = self.exchange(sent, end)
+        received = self.exchange(sent, end, "their messages")
         if sent not in received:
             raise RanksError(
                 "the store of the process group holds what another job agreed on; accepted: a store of its own "
@@ -78,10 +103,15 @@ class Table:
 
     def withdraw(self, cause: str, end: float) -> None:
         """Tell the other ranks that this one cannot take part; where even that fails, they find out by themselves."""
-        turn = next(self._turns)
+        here = self._turns.next()
         outcome = _Outcome(withdrew=self.rank, cause=cause.encode("utf-8", "replace").decode())
+
+        def tell() -> None:
+            store = self._store()
+            self._settle(store, self._turns.of_store(store, self.place, here), outcome)
+
         try:
-            _within(lambda: self._settle(self._store(), turn, outcome), end)
+            _within(tell, end)
         except KernelregError as error:
             logger.debug("could not tell the other ranks: %s", error)
 
@@ -90,10 +120,11 @@ class Table:
 
         One that ends sooner may take the store along, or have the launcher end the others.
         """
-        turn = next(self._turns)
+        here = self._turns.next()
 
         def wait() -> None:
             store = self._store()
+            turn = self._turns.of_store(store, self.place, here)
             store.set(f"{turn}/left/{self.place}", "yes")
             awaited = range(len(self.ranks)) if self.place == 0 else range(1)
             for _ in _pauses(end, len(self.ranks)):
@@ -105,16 +136,36 @@ class Table:
         except KernelregError as error:
             logger.debug("did not see the other ranks leave: %s", error)
 
-    def exchange(self, sent: bytes, end: float) -> list[bytes]:
-        """What every rank sent, in the order of the group."""
-        turn = next(self._turns)
+    @contextmanager
+    def taking_part(self, end: float) -> Iterator[None]:
+        """A block without which this rank cannot go on: where it is left by an error, the other ranks are told so."""
+        try:
+            yield
+        except Exception as error:
+            self.withdraw(f"{type(error).__name__}: {error}", end)
+            raise
+        except BaseException as error:  # Ctrl-C is not held up for long
+            self.withdraw(type(error).__name__, min(end, time.monotonic() + 1))
+            raise
+
+    def exchange(self, sent: bytes, end: float, what: str) -> list[bytes]:
+        """What every rank sent, in the order of the group.
+
+        Args:
+            what: is sent, in a few words: the same on all ranks.
+
+        Raises:
+            RanksError: a rank sent something else, withdrew, or did not answer by ``end``; on every rank alike.
+        """
+        here = self._turns.next()
         started = time.monotonic()
         # The last tenth of the time is for saying that it is over.
         inner = end - min(1.0, max(end - started, 0.0) / 10)
 
         def work() -> tuple[_Outcome, list[bytes]]:
             store = self._store()
-            store.set(f"{turn}/{self.place}", sent)  # type: ignore[arg-type]  # the store takes any bytes
+            turn = self._turns.of_store(store, self.place, here)
+            store.set(f"{turn}/{self.place}", what.encode() + b"\0" + sent)  # type: ignore[arg-type]  # the store takes any bytes
             if self.place == 0:
                 self._collect(store, turn, inner)
             outcome = self._outcome(store, turn, inner, started)
@@ -131,7 +182,11 @@ class Table:
                 f"rank {outcome.by} waited {outcome.seconds:.1f} s",
                 outcome.missing,
             )
-        return received
+        parts = [each.partition(b"\0") for each in received]
+        others = [rank for rank, (said, _, _) in zip(self.ranks, parts, strict=True) if said != what.encode()]
+        if others:  # it was interrupted in the middle of the last call, and calls again
+            raise RanksError(f"{told_ranks(others)} did not send {what}, but another part of agree()", others)
+        return [each for _, _, each in parts]
 
     def _collect(self, store: Store, turn: int, end: float) -> None:
         """The first rank puts everyone's messages into one, so that the others read one thing each."""
@@ -215,7 +270,7 @@ def _within(work: Callable[[], T], end: float) -> T:
     raise RanksTimeoutError(f"the ranks' store does not answer: {keeper} hangs or cannot be reached")
 
 
-_turns: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[Any, Turns] = WeakKeyDictionary()
 
 
 def group_table(group: object) -> Table:
@@ -241,7 +296,7 @@ def group_table(group: object) -> Table:
     except Exception as error:  # a group that was destroyed, or of a backend without a store
         raise RanksError(f"the group cannot be used: {type(error).__name__}: {error}") from error
     prefixed = dist.PrefixStore("kernelreg", store)
-    return Table(lambda: prefixed, ranks, place, _turns.setdefault(chosen, itertools.count()))
+    return Table(lambda: prefixed, ranks, place, _turns.setdefault(chosen, Turns()))
 
 
 def _torch_distributed() -> Any:
@@ -281,4 +336,4 @@ def launched_table(seconds: float) -> Table:
             met.append(dist.PrefixStore("kernelreg", store))
         return met[0]
 
-    return Table(meet, range(size), rank, itertools.count())
+    return Table(meet, range(size), rank, Turns())

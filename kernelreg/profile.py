@@ -28,8 +28,8 @@ from kernelreg.ops import operation_named
 from kernelreg.registry import Registry
 from kernelreg.writing import write_whole
 
-#: A few thousand points of a few kernels each have a few megabytes.
-MAX_BYTES = 64 << 20
+#: Some ten thousand points of a few kernels each.
+MAX_BYTES = 8 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Microseconds = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
@@ -106,10 +106,11 @@ class Point(_Record, frozen=True, kw_only=True):
         for feature in self.features:
             if feature not in operation.features:
                 raise ValueError(unknown_name("feature", feature, operation.features))
-        rows = [each.row for each in self.all]
-        for row in rows:
-            if rows.count(row) > 1:
+        seen: set[Row] = set()
+        for row in (each.row for each in self.all):
+            if row in seen:
                 raise ValueError(f"{row[0]} {row[1]} is there twice; accepted: one timing or failure of a kernel")
+            seen.add(row)
 
     @property
     def all(self) -> tuple[Timing | Failure, ...]:
@@ -271,15 +272,13 @@ def check_names(profile: Profile, registry: Registry) -> None:
     Raises:
         ConfigurationError: a backend or kernel that is not; names the nearest.
     """
-    for point in profile.points:
-        rows = [(backend.name, kernel.name) for backend, kernel in registry.kernels(point.operation)]
-        for each in point.all:
-            if each.row not in rows:
-                if each.backend not in registry.names():
-                    raise ConfigurationError(unknown_name("backend", each.backend, registry.names()))
-                kernels = [kernel for backend, kernel in rows if backend == each.backend]
-                kind = f"kernel of {each.backend} for {point.operation}"
-                raise ConfigurationError(unknown_name(kind, each.kernel, kernels))
+    told = dict.fromkeys((point.operation, each.row) for point in profile.points for each in point.all)
+    for operation, (backend, kernel) in told:
+        if backend not in registry.names():
+            raise ConfigurationError(unknown_name("backend", backend, registry.names()))
+        kernels = [each.name for owner, each in registry.kernels(operation) if owner.name == backend]
+        if kernel not in kernels:
+            raise ConfigurationError(unknown_name(f"kernel of {backend} for {operation}", kernel, kernels))
 
 
 def timings_of(point: Point | None) -> Mapping[Row, Timing]:

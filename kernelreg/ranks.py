@@ -16,7 +16,7 @@ from kernelreg.agreement import Agreed, Agreement, Asked, Message, agree_on, tol
 from kernelreg.announce import say_once
 from kernelreg.api import asked
 from kernelreg.call import Call
-from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError
+from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError, encodable
 from kernelreg.meeting import group_table
 from kernelreg.resolution import Resolution
 from kernelreg.resolver import Decision
@@ -81,18 +81,19 @@ def agree(
     end = time.monotonic() + limit
     question: _Question | None = None
     while True:
-        try:
+        with table.taking_part(end):
             question = question.again() if question else _Question(resolution_or_operation, words)
             message = question.message(table.rank, load)
-        except Exception as error:
-            table.withdraw(f"{type(error).__name__}: {error}", end)
-            raise
         agreed = agree_on(table.messages(message, end), table.rank)
         agreements = question.agreements(agreed)
         for each in agreements:
             if each.backend is None:
                 raise NoBackendError(each.explain(), each)
-        if not load or all(table.exchange(_loads(agreements), end)):
+        if not load:
+            break
+        with table.taking_part(end):
+            loaded = _loads(agreements)
+        if all(table.exchange(loaded, end, "whether the kernel loads")):
             break
     for decision, each in zip(agreed, agreements, strict=True):
         _announce(decision, first=table.place == 0)
@@ -163,7 +164,7 @@ def message_of(
     """What a rank tells the others of its machine and of these calls."""
     return Message(
         rank=rank,
-        host=socket.gethostname(),
+        host=encodable(socket.gethostname()),
         sent=uuid.uuid4().hex,
         facts=asked[0][0].facts,
         asked=tuple(
@@ -176,7 +177,7 @@ def message_of(
         ),
         state=state,
         load=load,
-        trouble=tuple(trouble),
+        trouble=tuple(map(encodable, trouble)),
     )
 
 

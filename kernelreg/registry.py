@@ -23,6 +23,8 @@ from kernelreg.ops import operation_named
 GROUP = "kernelreg.backends"
 #: The distribution whose backends are built in: they come first and survive ``KERNELREG_PLUGINS=off``.
 BUILT_IN = "kernelreg"
+#: Characters of a distribution's name and its entry point; they are shown.
+_LONGEST_ORIGIN = 300
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,9 @@ def discover(*, plugins: bool = True) -> Registry:
             continue
         origin = printable(f"{distribution}: {entry_point.name} = {entry_point.value}")
         try:
+            if len(origin) > _LONGEST_ORIGIN:
+                origin = origin[:_LONGEST_ORIGIN] + " …"
+                raise DescriptorError(f"an entry point of more than {_LONGEST_ORIGIN} characters")
             path = descriptor_path(entry_point)
             owner = None if distribution == BUILT_IN else distribution
             backend = Backend(descriptor=load_descriptor(path), origin=origin, distribution=owner)
@@ -125,7 +130,7 @@ def descriptor_path(entry_point: importlib.metadata.EntryPoint) -> Path:
     # Only the top-level name is looked up: finding a submodule would import its parents.
     spec = importlib.util.find_spec(top)
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if not roots and spec is not None and spec.origin:
+    if not roots and spec is not None and spec.has_location and spec.origin:
         roots = [str(Path(spec.origin).parent)]
     folders = [folder for root in roots for folder in (Path(root, *below), Path(root, *below[:-1]))]
     for folder in folders:

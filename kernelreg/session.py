@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import reduce
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, N
 from kernelreg.findings import Finding
 from kernelreg.lock import Pins, load_lock
 from kernelreg.machine import CPU, Device, Facts, detect
+from kernelreg.machine.detect import ENVIRONMENT
 from kernelreg.machine.setup import CARD
 from kernelreg.machine.torch_devices import current_index, observed_device
 from kernelreg.policy import OFF, PREFIX, Policy, read_environment, read_log_level, read_plugins
@@ -35,6 +36,8 @@ from kernelreg.together import JointResolution, decide_together
 from kernelreg.verify.records import load_record, save_record
 
 Observer = Callable[[Resolution], object]
+#: Variables that facts are made from, of those that decide.
+_OF_FACTS = {"KERNELREG_FACTS"} | {name for name in ENVIRONMENT if not name.startswith(PREFIX)}
 
 
 class Override:
@@ -128,7 +131,7 @@ class Session:
 
     def detected(self) -> Facts:
         """This machine's facts, whatever ``KERNELREG_FACTS`` says."""
-        return detect(self.registry().packages(), self._variables())
+        return detect(self.registry().packages(), self._variables(all_of_them=True))
 
     def facts_seeing(self, device: str) -> Facts:
         """The facts with the device of a live tensor in them: it exists, whoever failed to list it."""
@@ -499,21 +502,25 @@ class Session:
 
     def _notice_environment(self) -> None:
         """Drop what was read from variables that have another value now."""
-        now = self._variables(PREFIX)
+        now = self._variables()
         if now == self._seen:
             return
         before, self._seen = self._seen, now
+        changed = {name for name, _ in before.items() ^ now.items()}
         self._policy = None
-        if before.get("KERNELREG_FACTS") != now.get("KERNELREG_FACTS"):
+        if changed & _OF_FACTS:
             self._facts = None
-        if before.get("KERNELREG_PLUGINS") != now.get("KERNELREG_PLUGINS"):
+        if "KERNELREG_PLUGINS" in changed:
             self._discovered = None
             self._changed_backends()
         self._changed()
 
-    def _variables(self, prefix: str = "") -> dict[str, str]:
-        """The environment as it is. Names first, then each value: another thread may take one out between the two."""
-        names = [name for name in list(self._environ) if name.startswith(prefix)]
+    def _variables(self, *, all_of_them: bool = False) -> dict[str, str]:
+        """The variables that decide, as they are: kernelreg's, and those by which devices are seen and kernels built.
+
+        Names first, then each value: another thread may take one out between the two.
+        """
+        names = [name for name in list(self._environ) if all_of_them or name.startswith(PREFIX) or name in ENVIRONMENT]
         return {name: value for name in names if (value := self._environ.get(name)) is not None}
 
     def _changed_backends(self) -> None:
@@ -551,7 +558,8 @@ def overriding(over: Policy) -> Iterator[None]:
     try:
         yield
     finally:
-        _use.reset(token)
+        with suppress(ValueError):  # a generator that is closed elsewhere: what holds there is another's
+            _use.reset(token)
 
 
 #: The override that holds in this task or thread, or None.

@@ -12,8 +12,13 @@ import re
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from kernelreg.errors import DescriptorError
+
 #: Distributions whose builds compare by release number wherever they are named.
 BUILDS = frozenset({"torch", "triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"})
+
+#: Characters of a version or a range: a limit for texts that nobody wrote by hand, which take seconds to compare.
+_LONGEST = 1000
 
 #: ``torch.version.hip`` carries the commit of its compiler behind a dash, which PEP 440 does not read.
 _HIP_COMMIT = re.compile(r"^(\d+(?:\.\d+)*)-[0-9a-f]+$")
@@ -21,33 +26,46 @@ _HIP_COMMIT = re.compile(r"^(\d+(?:\.\d+)*)-[0-9a-f]+$")
 
 def parse_version(raw: str) -> Version | None:
     """The version, or None when the text is not one (never an exception)."""
+    if len(raw) > _LONGEST:
+        return None
     try:
         return Version(_HIP_COMMIT.sub(r"\1", raw.strip()))
     except (InvalidVersion, ValueError):  # ValueError: more digits than Python turns into an int
         return None
 
 
+def check_length(text: str) -> None:
+    """Refuse a rule that is longer than any that a person writes.
+
+    Raises:
+        DescriptorError: it is.
+    """
+    if len(text) > _LONGEST:
+        raise DescriptorError(f"{text[:80]!r} … ({len(text)} characters); accepted: at most {_LONGEST}")
+
+
 def parse_range(text: str) -> SpecifierSet:
     """The specifier set that ``text`` writes; ``*`` is any version.
 
     Raises:
-        ValueError: the text is not a specifier set, or names a local part, which never decides.
+        DescriptorError: the text is not a specifier set, or names a local part, which never decides.
     """
+    check_length(text)
     if text.strip() == "*":
         return SpecifierSet()
     if not text.strip():
-        raise ValueError('an empty version range; accepted: "*" for any, or PEP 440 such as ">=2.8,<3"')
+        raise DescriptorError('an empty version range; accepted: "*" for any, or PEP 440 such as ">=2.8,<3"')
     try:
         specifiers = SpecifierSet(text)
     except InvalidSpecifier as error:
-        raise ValueError(f'{error}; accepted: "*" for any, or PEP 440 such as ">=2.8,<3"') from None
+        raise DescriptorError(f'{error}; accepted: "*" for any, or PEP 440 such as ">=2.8,<3"') from None
     for specifier in specifiers:
         if parse_version(specifier.version.removesuffix(".*")) is None:  # packaging reads it only when it compares
-            raise ValueError(f"{text[:80]!r} compares with what is no version")
+            raise DescriptorError(f"{text[:80]!r} compares with what is no version")
         if specifier.operator == "===":
-            raise ValueError(f"{text!r} compares text with '==='; accepted: ==, !=, <=, >=, <, >, ~=")
+            raise DescriptorError(f"{text!r} compares text with '==='; accepted: ==, !=, <=, >=, <, >, ~=")
         if "+" in specifier.version:
-            raise ValueError(f"{text!r} names a local part ({specifier.version}), which never decides")
+            raise DescriptorError(f"{text!r} names a local part ({specifier.version}), which never decides")
     return specifiers
 
 

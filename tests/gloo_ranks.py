@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 import kernelreg
+from kernelreg import ranks
 from kernelreg.meeting import Table
 from tests.machines import FACTS
 
@@ -232,3 +233,37 @@ class Loading:
         kernelreg.refresh()  # which adapters failed is forgotten
         early = kernelreg.agree("gdn", facts=facts, timeout=PATIENCE, load=True)
         return late.backend, loaded, early.backend, early.function.__module__, early.explain()
+
+
+class Interrupted:
+    """Rank 1 gets a Ctrl-C in the middle of a call, goes on, and calls again.
+
+    Attributes:
+        where: what it is about to do: ``_loads``, or to read the others' messages (``messages``).
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __call__(self, rank: int, size: int) -> Any:
+        facts = FACTS / "cpu-only.json"
+        place: Any = ranks if self.where == "_loads" else Table
+        whole = getattr(place, self.where)
+
+        def interrupted(*arguments: Any) -> None:
+            if self.where == "messages":
+                whole(*arguments)
+            raise KeyboardInterrupt
+
+        if rank == 1:
+            setattr(place, self.where, interrupted)
+        try:
+            first = attempt(lambda *_: kernelreg.agree("gdn", facts=facts, timeout=PATIENCE, load=True), rank, size)
+        except KeyboardInterrupt:
+            first = Answer(error="KeyboardInterrupt")
+        setattr(place, self.where, whole)
+        again = [
+            attempt(lambda *_: kernelreg.agree("gdn", facts=facts, timeout=PATIENCE, load=True).backend, rank, size)
+            for _ in range(2 if rank == 1 and self.where == "messages" else 1)
+        ]
+        return first.error, first.text, again

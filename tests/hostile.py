@@ -166,6 +166,14 @@ def _folder(site: Path) -> None:
     install(site, "broken", entry_points={"broken": "broken"}, files={"broken/backend.toml/x": ""})
 
 
+def _link(target: str) -> Callable[[Path], None]:
+    def make(site: Path) -> None:
+        install(site, "broken", entry_points={"broken": "broken"}, files={"broken/__init__.py": ""})
+        (site / "broken" / "backend.toml").symlink_to(target)
+
+    return make
+
+
 def _metadata(site: Path) -> None:
     _toml(site, b"nothing")
     (site / "broken-1.0.dist-info" / "METADATA").write_bytes(b"\xff\xfe\x00\x80")
@@ -184,5 +192,10 @@ DISCOVERY: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown key": (lambda site: _toml(site, descriptor("broken") + "fast = true\n"), "unknown key 'fast'"),
     "descriptor that is a pipe": (_fifo, "leads to no descriptor"),
     "descriptor that is a directory": (_folder, "leads to no descriptor"),
+    "descriptor that is a link to itself": (_link("backend.toml"), "leads to no descriptor"),
+    "descriptor that is a link to nothing": (_link("nowhere"), "leads to no descriptor"),
+    "descriptor that is binary": (lambda site: _toml(site, b"\x7fELF\xff\x00"), "not UTF-8 at byte 4"),
+    "entry point to the standard library": (_point("os"), "leads to no descriptor; looked for: no package 'os'"),
+    "entry point without end": (_point("a" * 70_000), "an entry point of more than 300 characters"),
     "name of ours": (_twin("torch"), "a backend named 'torch' is there already, from kernelreg: "),
 }

@@ -66,7 +66,8 @@ def instance(of: int, key: str) -> str:
 
 
 def rule(function: str, answer: str | int, of: int | str = "*") -> str:
-    """What a function answers: a code, ``hang``, ``crash`` or ``print``; of every card, or one."""
+    """What a function answers: a code, ``hang``, ``crash``, ``print``, ``babble`` (print without end), or ``helper``
+    (leave a process behind); of every card, or one."""
     return f"rule {function} {of} {answer}"
 
 

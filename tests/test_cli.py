@@ -305,3 +305,12 @@ def test_a_limit_is_a_number_of_seconds(capsys: pytest.CaptureFixture[str], word
     with pytest.raises(SystemExit, match="2"):
         main([*words, f"--limit={limit}"])
     assert f"{limit}; accepted: seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["resolve", "nope"], ["facts", "--facts", "/nonexistent"], ["doctor", "--ranks"]])
+def test_where_standard_error_is_closed_standard_output_does_not_take_its_place(words: list[str]) -> None:
+    code = (
+        "import os, sys; os.close(2); sys.stderr = None\nfrom kernelreg.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")

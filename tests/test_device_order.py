@@ -155,9 +155,7 @@ def test_a_device_that_torch_has_lost_is_a_problem(sources: Callable[..., None])
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a script in the place of both child processes, on a machine where the drivers' libraries load."""
-    for module in (cuda_driver, nvml):
-        monkeypatch.setattr(module, "check_loads", lambda _: None)
+    """Puts a script in the place of both child processes."""
     monkeypatch.setattr(child, "_FOLDER", tmp_path)
 
     def write(text: str) -> None:
@@ -175,7 +173,7 @@ def printing(value: Any) -> str:
 def test_a_child_runs_apart_from_the_users_packages(script: Callable[[str], None]) -> None:
     script("import sys; sys.exit(f'{len(sys.argv)} {sys.flags.isolated} {sys.flags.no_site}')")
     assert read_cuda_driver()[2] == [Problem(source="cuda-driver", error="3 1 1")]
-    assert read_nvml().problems == (Problem(source="nvml", error="4 1 1"),)
+    assert read_nvml().problems == (Problem(source="nvml", error="5 1 1"),)
 
 
 @pytest.mark.parametrize(
@@ -208,30 +206,47 @@ def test_a_child_that_fails_is_a_problem(script: Callable[[str], None], text: st
 def test_a_process_that_a_child_leaves_behind_holds_nobody_up(
     script: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_driver, "DRIVER_SECONDS", 1.0)
-    # It keeps the pipes open, in a session of its own, until it is told to end.
-    script("import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(20)\n")
-    assert read_cuda_driver()[2] == [Problem(source="cuda-driver", error="no answer within 1 s")]
+    monkeypatch.setattr(cuda_driver, "DRIVER_SECONDS", 1e9)
+    answer = printing({"cuda": 13000, "devices": []})
+    for apart in ("", "    os.setsid()\n"):
+        # It keeps the pipes open, also in a session of its own, where it cannot be ended with the child.
+        script(f"import os, time\nif os.fork():\n    {answer}\nelse:\n{apart}    time.sleep(20)\n")
+        assert read_cuda_driver() == (Driver(cuda="13.0"), (), [])
+
+
+def without_driver(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of both drivers' libraries on a machine that has neither."""
+    name = "libno-such-driver.so.1"
+    for module, attribute in ((cuda_driver, "LIBRARY"), (nvml, "CUDA_LIBRARY"), (nvml, "_LIBRARY")):
+        monkeypatch.setattr(module, attribute, name)
+    return name
 
 
 @pytest.mark.parametrize("read", [read_cuda_driver, lambda: [read_nvml().problems]])
-def test_a_machine_without_the_drivers_library_starts_no_child(
+def test_a_library_that_wsl_has_and_the_loader_does_not_find_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, read: Callable[[], Any]
 ) -> None:
-    def unused(*_: object, **__: object) -> None:
-        raise AssertionError("a child process was started")
-
-    name = "libno-such-driver.so.1"
-    monkeypatch.setattr(cuda_driver, "LIBRARY", name)
-    monkeypatch.setattr(nvml, "_LIBRARY", name)
-    monkeypatch.setattr("subprocess.Popen", unused)
+    name = without_driver(monkeypatch)
     (problem,) = read()[-1]
     assert problem.error == f"{name}: cannot open shared object file: No such file or directory"
-    # Where WSL has put it and the loader was not told, that is what to tell.
     monkeypatch.setattr("kernelreg.machine.library._WSL", tmp_path)
     (tmp_path / name).touch()
     (problem,) = read()[-1]
     assert problem.error.endswith(f"{tmp_path} has it: put that folder on LD_LIBRARY_PATH")
+
+
+def test_on_a_machine_without_a_driver_one_child_says_so_of_both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, started, popen = without_driver(monkeypatch), [], subprocess.Popen
+
+    def start(*arguments: Any, **words: Any) -> Any:
+        started.append(arguments)
+        return popen(*arguments, **words)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    driver, found, problems = detect_devices({})
+    assert (driver, found, len(started)) == (None, (), 1)
+    said = f"{name}: cannot open shared object file: No such file or directory"
+    assert problems == [Problem(source="nvml", error=said), Problem(source="cuda-driver", error=said)]
 
 
 def test_a_child_that_hangs_ends_by_itself(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def test_the_listed_cards_are_seen_in_the_lists_order(value: str | None, seen: l
         ("0,GPU-bb33", ["GPU-aa11"], "GPU-bb33"),
         ("GPU-bb33, GPU-aa11", ["GPU-bb33"], "GPU-aa11"),
         ("NoDevFiles", [], "NoDevFiles"),
+        ("\uff11", [], "\uff11"),  # a digit to Python, not to C
+        ("0,\u0661", ["GPU-aa11"], "\u0661"),
+        ("\xa00", [], "\xa00"),  # nor is this a space
     ],
 )
 def test_an_invalid_entry_ends_the_list_and_is_a_problem(value: str, seen: list[str], invalid: str) -> None:

@@ -173,6 +173,27 @@ CASES = [
         ("nvml: no such thing",),
         pynvml="raise ImportError('no such thing')",
     ),
+    Case(
+        "NVML's library ends the process that loads it",
+        (*ONE, rule("loadNvml", "crash")),
+        "aa11",
+        ("nvml: the library ended its process: SIGSEGV",),
+    ),
+    Case(
+        "NVML's library hangs the process that loads it",
+        (*ONE, rule("loadNvml", "hang")),
+        "aa11",
+        ("nvml: no answer within 0.3 s",),
+        hangs=("nvml",),
+    ),
+    Case(
+        "NVML that prints without end",
+        (*ONE, rule("nvmlInitWithFlags", "babble")),
+        "aa11",
+        ("nvml: no answer within 0.3 s",),
+        hangs=("nvml",),
+    ),
+    Case("NVML that leaves a process behind", (*ONE, rule("nvmlInitWithFlags", "helper")), "aa11"),
     Case("NVML that prints", (*ONE, rule("nvmlInitWithFlags", "print")), "aa11"),
     Case("NVML that does not shut down", (*ONE, rule("nvmlShutdown", 999)), "aa11"),
     Case(
@@ -236,6 +257,20 @@ CASES = [
         ("nvml: no answer within 0.3 s", "cuda-driver: no answer within 0.3 s"),
         hangs=("nvml", "cuda"),
     ),
+    Case(
+        "the CUDA driver's library ends the process that loads it",
+        (*ONE, rule("loadCuda", "crash")),
+        "",
+        ("cuda-driver: the library ended its process: SIGSEGV; CUDA sees none of NVML's 1 card",),
+    ),
+    Case(
+        "the CUDA driver's library hangs the process that loads it",
+        (*ONE, rule("loadCuda", "hang")),
+        "",
+        ("cuda-driver: no answer within 0.3 s; CUDA sees none of NVML's 1 card",),
+        hangs=("nvml",),
+    ),
+    Case("a CUDA driver that leaves a process behind", (*MIXED, rule("cuInit", "helper")), "bb22 aa11"),
     Case("a CUDA driver that prints", (*MIXED, rule("cuInit", "print")), "bb22 aa11"),
     Case(
         "a CUDA driver that sees no card",
@@ -370,6 +405,58 @@ VALUES += ["GPU-aa2", "GPU-aa", "GPU-b,GPU-aa1", "GPU-b,GPU-bb", "GPU-b,GPU-x,GP
 VALUES += ["GPU-aa2,GPU-b,1", " GPU-b", "GPU-b, GPU-aa1", "gpu-bb33", "GPU-"]
 
 #: What torch's own reader of the variable and of NVML makes of each value, as the cards' UUIDs.
+LATER = """
+import json, os, sys
+import kernelreg
+
+def told():
+    found = kernelreg.facts()
+    try:
+        resolution = kernelreg.resolve("gdn", device="cuda:0")
+    except kernelreg.NoBackendError as error:  # as with a torch for the CPU
+        resolution = error.resolution
+    (actual,) = {
+        reason.actual
+        for each in resolution.candidates
+        for reason in each.reasons
+        if each.kernel == "sm103" and reason.code == "compute-capability"
+    }
+    return [found.environment.get("CUDA_VISIBLE_DEVICES"), [each.compute_capability for each in found.devices], actual]
+
+seen = [told()]
+for value in ("1", "0", "1,0", None):
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ.update({"CUDA_VISIBLE_DEVICES": value} if value else {})
+    seen.append(told())
+if not os.fork():  # a worker, which is given its card once it runs
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    print(json.dumps([*seen, told()]), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_card_that_is_chosen_later_is_the_one_that_is_spoken_of(tmp_path: Path) -> None:
+    (tmp_path / "machine").write_text("\n".join((DRIVER, *MIXED)) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-c", LATER],
+        env=environment(STUB_MACHINE=str(tmp_path / "machine")),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    fast, slow, both = ["12.0"], ["9.0"], ["12.0", "9.0"]
+    assert json.loads(done.stdout) == [
+        [None, both, "12.0"],
+        ["1", slow, "9.0"],
+        ["0", fast, "12.0"],
+        ["1,0", both[::-1], "9.0"],
+        [None, both, "12.0"],
+        ["1", slow, "9.0"],
+    ]
+
+
 TORCH = """
 import json, os, sys
 import torch.cuda as cuda

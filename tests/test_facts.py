@@ -98,7 +98,7 @@ def test_a_place_that_cannot_be_written_is_named_and_left_clean(tmp_path: Path, 
         (b'{"schema": "\xff"}', "not JSON", ""),
         (b"\x7fELF\x00\xff\xfe\x80" * 100, "not JSON", ""),
         (b"[" * 1_000_000, "not JSON", ""),
-        (b" " * (5 << 20), "larger than 4 MiB, which no such file is", ""),
+        (b" " * (2 << 20), "larger than 1 MiB, which no such file is", ""),
     ],
     ids=lambda value: value[:30].decode("latin-1") if isinstance(value, bytes) else None,
 )

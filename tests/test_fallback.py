@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import logging
 import sys
@@ -147,6 +148,37 @@ def test_what_no_other_kernel_can_mend_is_raised_as_it_is(broken: Broken, error:
         chunk_gated_delta_rule(**gdn_call())
     assert caught.value is error
     assert not kernelreg.quarantine()
+
+
+@pytest.mark.parametrize("how", ["from None", "in a group"])
+def test_an_error_of_the_device_is_seen_behind_another(broken: Broken, how: str) -> None:
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    group = vars(builtins).get("ExceptionGroup")
+    if how == "in a group" and group is None:
+        pytest.skip("exception groups came with Python 3.11")
+
+    def fail(*tensors: Any, **words: Any) -> Any:
+        if group is not None and how == "in a group":
+            raise group("several", [ValueError("first"), lost])
+        try:
+            raise lost
+        except RuntimeError:
+            raise ValueError("no kernel") from None
+
+    broken.run = fail
+    with pytest.raises((ValueError, group or ValueError)):
+        chunk_gated_delta_rule(**gdn_call())
+    assert not kernelreg.quarantine()
+
+
+@pytest.mark.parametrize("handled", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()], ids=repr)
+def test_what_the_caller_is_handling_meanwhile_is_not_the_kernels(broken: Broken, handled: BaseException) -> None:
+    try:
+        raise handled
+    except BaseException:  # a server that tries again, with less
+        check(gdn_call())
+    (finding,) = kernelreg.quarantine()
+    assert finding.cause == "it failed when it was called: ValueError: no kernel for this shape"
 
 
 @pytest.mark.parametrize(

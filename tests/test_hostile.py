@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -24,7 +25,8 @@ from kernelreg.asking import NoAnswerError
 from kernelreg.cli import main
 from kernelreg.descriptor import load_descriptor
 from kernelreg.faults import fault_of
-from kernelreg.imports import Adapter, import_adapter
+from kernelreg.imports import Adapter, Imported, import_adapter
+from kernelreg.machine import detect
 from kernelreg.registry import discover
 from kernelreg.session import session
 from tests import machines
@@ -36,6 +38,7 @@ BUILT_IN = ("fla", "flash_qla", "flashinfer", "torch")
 CPU = {"KERNELREG_FACTS": str(machines.FACTS / "cpu-only.json")}
 HARMLESS = {case: hostile for case, hostile in IMPORTS.items() if not hostile.deadly}
 
+needs_groups = pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
@@ -230,8 +233,11 @@ def test_nothing_is_left_when_the_doctor_is_stopped(site: Path, stop: signal.Sig
         "raise KeyboardInterrupt",
         "try: raise KeyboardInterrupt\nexcept BaseException as error: raise ImportError('no') from error",
         "try: raise KeyboardInterrupt\nexcept BaseException: raise SystemExit(1)",
+        "try: raise KeyboardInterrupt\nexcept BaseException: raise ImportError('no') from None",
+        "try: raise KeyboardInterrupt\nexcept BaseException: raise ImportError('no') from OSError('other')",
+        pytest.param("raise BaseExceptionGroup('some', [OSError(), KeyboardInterrupt()])", marks=needs_groups),
     ],
-    ids=["plain", "chained", "swallowed by an exit"],
+    ids=["plain", "chained", "swallowed by an exit", "from None", "from another", "in a group"],
 )
 def test_an_interrupt_during_an_import_ends_the_import_and_rules_nothing_out(code: str, site: Path) -> None:
     name = install_hostile(site, "interrupt", Hostile(code, None, ""))
@@ -242,6 +248,20 @@ def test_an_interrupt_during_an_import_ends_the_import_and_rules_nothing_out(cod
         _ = resolution.function
     assert resolution.backend == name
     assert name not in session.ruled_out
+
+
+def test_what_the_caller_is_handling_is_none_of_the_adapters_causes(site: Path) -> None:
+    name = install_hostile(site, "ImportError", IMPORTS["ImportError"])
+    kernelreg.refresh()
+    resolution = kernelreg.resolve(
+        "gdn", facts=machines.machine("cpu-only"), policy=kernelreg.make_policy(backend=name)
+    )
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:  # a server that is told to end, and decides once more on its way
+        with pytest.raises(kernelreg.NoBackendError, match="ImportError: no such kernel") as caught:
+            _ = resolution.function
+    assert "KeyboardInterrupt" not in str(caught.value)
 
 
 class _Finder:
@@ -286,6 +306,32 @@ def test_a_finder_that_fails_hides_nothing_of_the_others(
     (problem,) = registry.problems
     assert problem.source == "distributions of _Finder"
     assert problem.error == fault_of(error)
+
+
+@pytest.mark.parametrize("name", ["torch", "pynvml", "fla-core", "nvidia-cuda-nvcc"])
+@pytest.mark.parametrize("error", [RuntimeError("lost"), SystemExit(4)], ids=["RuntimeError", "SystemExit"])
+def test_a_finder_that_fails_costs_the_facts_what_it_was_asked_for(
+    name: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Finder:
+        """Fails for one name alone."""
+
+        def find_spec(self, asked: str, path: object = None, target: object = None) -> None:
+            if asked == name:
+                raise error
+
+        def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+            if getattr(context, "name", None) == name:
+                raise error
+            return iter(())
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    for module in ("torch", "pynvml"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    environ = {"PATH": "/nonexistent"}
+    told = [each for each in detect(["fla-core", "msgspec"], environ).problems if fault_of(error) in each.error]
+    sources = {"torch": "torch", "pynvml": "nvml", "fla-core": "package fla-core", "nvidia-cuda-nvcc": "nvcc"}
+    assert [each.source for each in told] == [sources[name]]
 
 
 # -- discovery ---------------------------------------------------------------------------------------------------------
@@ -354,6 +400,15 @@ def test_a_chain_is_told_link_by_link() -> None:
     assert fault_of(third) == "ImportError: a"
 
 
+@needs_groups
+def test_of_a_group_each_error_is_told() -> None:
+    group: Any = vars(builtins)["ExceptionGroup"]
+    error = group("some", [OSError("libfoo.so"), group("more", [ValueError("b")])])
+    error.__cause__ = KeyError("c")
+    said = ["ExceptionGroup: some (2 sub-exceptions)", "OSError: libfoo.so", "ExceptionGroup: more (1 sub-exception)"]
+    assert fault_of(error) == " ← ".join([*said, "ValueError: b", "KeyError: 'c'"])
+
+
 def test_a_refusal_is_chained_to_the_adapters_error_however_often_it_is_given(site: Path) -> None:
     name = install_hostile(site, "missing library", IMPORTS["missing library"])
     kernelreg.refresh()
@@ -408,8 +463,24 @@ def test_a_child_that_cannot_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) 
         "import os; os.write(1, b'{\"reason\": null}\\n')",
         "import atexit, time; atexit.register(lambda: time.sleep(1e6))",
         "import sys; sys.modules['kernelreg.adapters'] = sys.modules['msgspec'] = None",
+        "import signal\nfor each in set(signal.Signals) - {9, 19}: signal.signal(each, signal.SIG_IGN)",
+        "import sys; sys.modules[__name__] = None",
+        "import os\nwrite = os.write\nos.write = lambda file, data: write(file, b'\"\\xff\"\\n') and len(data)",
     ],
-    ids=["its streams", "all files", "no streams", "its group", "a child left", "output", "an answer", "at exit", "us"],
+    ids=[
+        *(
+            "its streams",
+            "all files",
+            "no streams",
+            "its group",
+            "a child left",
+            "output",
+            "an answer",
+            "at exit",
+            "us",
+        ),
+        *("signals", "itself", "no UTF-8"),
+    ],
 )
 def test_an_adapter_that_attacks_the_child_gives_an_answer_or_a_reason(code: str, site: Path, tmp_path: Path) -> None:
     if "setsid" in code:  # one that leaves the group cannot be ended with it: it ends itself
@@ -417,6 +488,14 @@ def test_an_adapter_that_attacks_the_child_gives_an_answer_or_a_reason(code: str
     name = install_hostile(site, "attack", Hostile(code, None, ""))
     found = import_adapter(name, Adapter(module=f"{name}.adapter", functions=("run",)), limit=60)
     assert found.reason is None or found.reason.code in ("probe-error", "import-error")
+
+
+def test_an_adapter_that_doubles_the_child_is_heard_once(site: Path) -> None:
+    """As after a fork both answer; here both answers come at once."""
+    code = "import os\nwrite = os.write\nos.write = lambda file, data: write(file, data + data) // 2"
+    name = install_hostile(site, "double", Hostile(code, None, ""))
+    found = import_adapter(name, Adapter(module=f"{name}.adapter", functions=("run",)))
+    assert found == Imported(backend=name)
 
 
 # -- the docs ----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -217,3 +219,26 @@ def test_observers_hear_each_decision_until_they_are_taken_off() -> None:
     undo()
     decided(H200)
     assert heard == ["flash_qla", "fla"]
+
+
+def test_a_generator_that_is_closed_in_another_thread_is_no_error() -> None:
+    def streaming() -> Iterator[None]:
+        with kernelreg.use(backend="torch"):
+            yield
+
+    generator: Any = streaming()
+    errors: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            generator.close()
+        except BaseException as error:
+            errors.append(error)
+
+    context = contextvars.copy_context()  # what the generator leaves behind stays in here
+    context.run(next, generator)
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert not kernelreg.resolve("gdn", facts=machine("cpu-only")).decision.policy.backend

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,8 +16,11 @@ from hypothesis import strategies as st
 import kernelreg
 from kernelreg import Agreement, Facts, RanksError
 from kernelreg.agreement import Agreed, Asked, Message, agree_on, decode, encode, machine_differences, told_ranks
+from kernelreg.api import asked
 from kernelreg.call import Call
+from kernelreg.decoding import NOT_JSON
 from kernelreg.policy import Policy
+from kernelreg.ranks import message_of
 from kernelreg.registry import Registry
 from kernelreg.resolver import Candidate, decide, judge
 from tests.machines import machine
@@ -225,6 +230,32 @@ def test_a_message_of_a_release_that_is_not_known_yet_is_told_as_such() -> None:
     future = msgspec.json.encode({"kernelreg": "9.9", "rank": 1, "something": "new"})
     with pytest.raises(RanksError, match=r"different releases of kernelreg: .* on rank 0; 9\.9 on rank 1"):
         decode([encode(message(0, H200)), future])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda sent: sent.replace(b'"load":', b'"loud":true,"load":'), "unknown field `loud`"),
+        (lambda sent: sent[:-9], "truncated"),
+        (lambda sent: b"", "truncated"),
+        (lambda sent: sent.replace(b'"host":"', b'"host":"\xff'), "Invalid UTF-8"),
+        (lambda sent: sent.replace(b'"host":', b'"host":' + b"[" * 100_000), "recursion"),
+    ],
+    ids=["another field", "cut short", "empty", "not UTF-8", "without end"],
+)
+def test_a_message_of_other_code_under_the_same_number_is_told_as_such(
+    change: Callable[[bytes], bytes], told: str
+) -> None:
+    sent = encode(message(0, H200))
+    with pytest.raises(RanksError, match=rf"cannot be read: .*{told}.*; do all ranks run the same code") as caught:
+        decode([sent, change(sent)])
+    assert isinstance(caught.value.__cause__, NOT_JSON)
+
+
+def test_a_host_or_a_trouble_that_is_no_utf_8_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node\udcff")
+    (found,) = decode([encode(message_of(0, [asked("gdn", facts=H200)], trouble=["/stray/\udcff"]))])
+    assert (found.host, found.trouble) == ("node?", ("/stray/?",))
 
 
 def test_the_machines_are_compared_field_by_field() -> None:

@@ -151,7 +151,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "/dev/zero": (lambda _: Path("/dev/zero"), "a device, not a regular file"),
     "/dev/stdin": (lambda _: Path("/dev/stdin"), "not a regular file"),
     "a socket": (bound, "a socket, not a regular file"),
-    "a terabyte of nothing": (sparse, "larger than 4 MiB, which no such file is"),
+    "a terabyte of nothing": (sparse, "larger than 1 MiB, which no such file is"),
     "a process's memory": (lambda _: Path("/proc/self/mem"), "Input/output error"),
 }
 

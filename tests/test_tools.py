@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +77,18 @@ def test_where_nothing_names_an_nvcc_the_usual_place_is_looked_at(
     assert detect_tools({"PATH": ""}) == ({"nvcc": Tool(path=str(usual), version="12.8")}, [])
 
 
+def test_a_wheel_of_nvcc_whose_files_cannot_be_listed_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nvcc: Callable[..., Path]
+) -> None:
+    (install(tmp_path, "nvidia-cuda-nvcc") / "RECORD").write_bytes(b"\xff\xfe,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    usual = nvcc("usual")
+    monkeypatch.setattr(tools, "_DEFAULT", usual)
+    found, (problem,) = detect_tools({"PATH": ""})
+    assert found == {"nvcc": Tool(path=str(usual), version="12.8")}
+    assert problem.error.startswith("the files of nvidia-cuda-nvcc: UnicodeDecodeError: ")
+
+
 @pytest.mark.parametrize("home", ["missing", "x" * 5000], ids=["missing", "too long"])
 def test_a_cuda_home_without_nvcc_is_a_problem_and_the_next_place_is_looked_at(
     tmp_path: Path, nvcc: Callable[..., Path], home: str
@@ -94,6 +108,9 @@ def test_a_cuda_home_without_nvcc_is_a_problem_and_the_next_place_is_looked_at(
         ("exit 1", 0o755, "printed no release (exit code 1)"),
         (RELEASE, 0o644, "does not run: Permission denied"),
         ("exec sleep 60", 0o755, "did not answer within 0 s"),
+        ("sleep 60; true", 0o755, "did not answer within 0 s"),
+        ("yes; sleep 60", 0o755, "did not answer within 0 s"),
+        ("yes >&2; sleep 60", 0o755, "did not answer within 0 s"),
     ],
 )
 def test_an_nvcc_that_gives_no_version_is_there_with_a_problem(
@@ -106,3 +123,36 @@ def test_an_nvcc_that_gives_no_version_is_there_with_a_problem(
     assert [problem.source for problem in problems] == ["nvcc"]
     assert str(path) in problems[0].error
     assert said in problems[0].error
+
+
+def test_an_nvcc_that_leaves_a_process_behind_is_heard_and_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, nvcc: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It starts a helper, as wrappers of compilers do, which keeps its output open."""
+    monkeypatch.setattr(tools, "NVCC_SECONDS", 1e9)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    path = nvcc("home", f"{{ echo up; sleep 600; }} >'{pipe}' & {{ sleep 600; }} & {RELEASE}")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        found, problems = detect_tools({"CUDA_HOME": os.fspath(path.parents[1])})
+        assert (found, problems) == ({"nvcc": Tool(path=str(path), version="12.8")}, [])
+        os.set_blocking(reader, True)
+        while os.read(reader, 1 << 10):  # until the helper is gone
+            pass
+    finally:
+        os.close(reader)
+
+
+def test_what_prints_without_end_fills_no_memory() -> None:
+    script = """
+import resource, sys
+from kernelreg.children import run
+resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+for where in ("1", "2"):
+    ended = run(["sh", "-c", f"yes >&{where}"], 1.0)
+    assert ended.code is None
+    assert len(ended.printed) <= 1 << 22
+    assert len(ended.words) <= 1 << 14
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

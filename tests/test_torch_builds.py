@@ -10,12 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 
 from kernelreg import Facts
-from kernelreg.machine import Device, Driver, TorchBuild
+from kernelreg.machine import Device, Driver, TorchBuild, detect
 from tests.distributions import install
 from tests.machines import codes, decided, machine
 from tests.stub_drivers import detected
@@ -353,3 +354,11 @@ def test_the_reason_names_driver_and_fix() -> None:
     )
     assert reason.fix == "pip install --force-reinstall torch  # a CUDA 12 build, or update the driver"
     assert (reason.url or "").startswith("https://docs.nvidia.com/deploy/cuda-compatibility/")
+
+
+def test_a_stand_in_for_torch_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of a server, and builds of its documentation, put one in torch's place, which answers with anything."""
+    monkeypatch.setitem(sys.modules, "torch", MagicMock())
+    facts = detect([], {})
+    assert facts.devices == ()
+    assert len(facts.fingerprint) == 16  # it is plain data

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from kernelreg._version import __version__
 from kernelreg.announce import set_level
+from kernelreg.cli._shared import complain
 from kernelreg.errors import ConfigurationError, KernelregError, NoBackendError
 from kernelreg.policy import read_log_level
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNREAD
     except OSError as error:  # a full disk, no process to be had
         _drop_unwritten(sys.stdout)
-        print(f"kernelreg: {error}", file=sys.stderr)
+        complain(str(error))
         return NOT_OK
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -51,20 +52,17 @@ def _run(arguments: Sequence[str] | None) -> int:
         code: int = words.run(words)
         return code
     except NoBackendError as error:
-        print(f"kernelreg: {error}", file=sys.stderr)
+        complain(str(error))
         return NOT_OK
     except KernelregError as error:
-        print(f"kernelreg: {error}", file=sys.stderr)
+        complain(str(error))
         return USAGE
     except OSError:
         logging.getLogger("kernelreg").debug("the system refused", exc_info=True)
         raise
     except Exception as error:  # a fault of ours: say so in one line, and where to find the rest
         logging.getLogger("kernelreg").debug("unexpected error", exc_info=True)
-        print(
-            f"kernelreg: unexpected {type(error).__name__}: {error} (please report it; KERNELREG_LOG=DEBUG says where)",
-            file=sys.stderr,
-        )
+        complain(f"unexpected {type(error).__name__}: {error} (please report it; KERNELREG_LOG=DEBUG says where)")
         return NOT_OK
 
 

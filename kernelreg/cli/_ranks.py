@@ -14,7 +14,7 @@ import msgspec
 from kernelreg._version import __version__
 from kernelreg.agreement import Agreed, Difference, Message, agree_on, grouped, machine_differences, told_ranks
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, write
+from kernelreg.cli._shared import complain, console, write
 from kernelreg.cli.doctor import _LOOKS, _facts_and_trouble, _show_device, _show_list, _unmet
 from kernelreg.errors import RanksError
 from kernelreg.machine import CPU, Facts
@@ -53,26 +53,28 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def run(words: argparse.Namespace, registry: Registry, required: list[tuple[str, str]]) -> int:
     """0 when all ranks agree on a usable backend for every operation and every requirement is met, else 1."""
     limit = SECONDS if words.limit is None else words.limit
-    table = launched_table(limit)
-    end = time.monotonic() + limit
     try:
+        table = launched_table(limit)
+    except RanksError as error:  # no torch here
+        complain(str(error))
+        return 1
+    end = time.monotonic() + limit
+    with table.taking_part(end):
         message = _message(words, table, registry)
-    except Exception as error:
-        table.withdraw(f"{type(error).__name__}: {error}", end)
-        raise
     try:
         report = examine(table.messages(message, end), table.rank, registry, required)
     except RanksError as error:
         heard = [rank for rank in table.ranks if rank not in error.ranks]
         if not error.ranks or table.rank == min(heard, default=table.rank):  # one rank says it for all
-            print(f"kernelreg: {error}", file=sys.stderr)
+            complain(str(error))
         return 1
     if table.rank == 0:
         if words.json:
             write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
         else:
             show(report, console())
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     table.leave(end)
     return 0 if report.ok else 1
 

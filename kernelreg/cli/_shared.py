@@ -29,7 +29,7 @@ def warn_of_environment() -> None:
     """Say on standard error which variables are wrong or unknown: for the commands that no policy changes."""
     _, errors, warnings = session.environment_policy()
     for each in (*errors, *warnings):
-        print(f"kernelreg: warning: {each}", file=sys.stderr)
+        complain(f"warning: {each}")
 
 
 def set_aside(*variables: str) -> None:
@@ -145,3 +145,9 @@ def progress(total: int, *, quiet: bool = False) -> Iterator[Callable[[str], Non
 def write(text: str) -> None:
     """A text, and the end of its line, to standard output."""
     print(text)
+
+
+def complain(text: str) -> None:
+    """One line to standard error. Where that is closed, nowhere: ``print`` would take standard output in its place."""
+    if sys.stderr is not None:
+        print(f"kernelreg: {text}", file=sys.stderr)

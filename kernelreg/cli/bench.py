@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kernelreg.cli._layers import shapes_of, workloads_of
 from kernelreg.cli._measuring import add_measuring_arguments, carry_out, check_output, job_of, left_out
-from kernelreg.cli._shared import console, write
+from kernelreg.cli._shared import complain, console, write
 from kernelreg.errors import ConfigurationError
 from kernelreg.models import Shape
 from kernelreg.profile import Point, Profile, Row, load_profile, told_time
@@ -52,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
         result = carry_out(job, quiet=given.json, keep=lambda each: each.save(given.output) if given.output else None)
         profile, cut = result.profile, result.cut
         for text in left_out(result):
-            print(f"kernelreg: {text}", file=sys.stderr)
+            complain(f"{text}")
     if given.plot is not None and profile.points:
         from kernelreg.plot import draw
 
@@ -62,7 +61,7 @@ def run(given: argparse.Namespace) -> int:
     else:
         show(profile, console())
     if cut:
-        print(f"kernelreg: cut short: {cut}", file=sys.stderr)
+        complain(f"cut short: {cut}")
     return 0 if profile.points and not cut else 1
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kernelreg.cli._layers import add_layer_arguments, shapes_of, words, workloads_of
-from kernelreg.cli._shared import console, facts_of, set_aside, working, write
+from kernelreg.cli._shared import complain, console, facts_of, set_aside, working, write
 from kernelreg.errors import ConfigurationError
 from kernelreg.lock import Lock, load_lock
 from kernelreg.locking import Broken, Check, check_lock, make_lock
@@ -84,7 +83,7 @@ def run(given: argparse.Namespace) -> int:
         if not given.json:
             _show(given.output, lock, console())
     for each in unpinned:
-        print(f"kernelreg: nothing to pin for {each.calls}: {'; '.join(each.reasons)}", file=sys.stderr)
+        complain(f"nothing to pin for {each.calls}: {'; '.join(each.reasons)}")
     return 0 if lock.pins else 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import msgspec
 
 from kernelreg.cli import verify
 from kernelreg.cli._measuring import Job, Result, add_measuring_arguments, carry_out, check_output, job_of, left_out
-from kernelreg.cli._shared import console, seconds, write
+from kernelreg.cli._shared import complain, console, seconds, write
 from kernelreg.errors import ConfigurationError
 from kernelreg.machine.setup import setup_of
 from kernelreg.profile import Profile, load_profile
@@ -50,15 +49,15 @@ def run(given: argparse.Namespace) -> int:
     result = carry_out(job, quiet=given.json, keep=keep)
     if not result.profile.points:
         for text in [*left_out(result), *([result.cut] if result.cut else [])]:
-            print(f"kernelreg: {text}", file=sys.stderr)
-        print("kernelreg: no kernel could be measured", file=sys.stderr)
+            complain(f"{text}")
+        complain("no kernel could be measured")
         return 1
     if given.json:
         write(_merged(before, result.profile).to_json())
     else:
         _show(given.output, result, console())
     if result.cut:
-        print(f"kernelreg: cut short: {result.cut}", file=sys.stderr)
+        complain(f"cut short: {result.cut}")
     return 1 if result.cut else 0
 
 
@@ -93,10 +92,9 @@ def _verify(job: Job, limit: float, *, quiet: bool) -> None:
     report = verify.examine(job.facts, job.operations, job.backends, job.device.torch_name, limit, quiet=quiet)
     wrong = Counter((each.operation, each.backend) for each in report.outcomes if each.status == "wrong")
     for (operation, backend), count in wrong.items():
-        print(
-            f"kernelreg: {operation} {backend}: {count} cases wrong here; not measured on calls like them (see: "
-            f"python -m kernelreg verify {operation} --backend {backend})",
-            file=sys.stderr,
+        complain(
+            f"{operation} {backend}: {count} cases wrong here; not measured on calls like them (see: "
+            f"python -m kernelreg verify {operation} --backend {backend})"
         )
     session.refresh()  # what was found is read anew
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import console, known_backend, on_this_machine, progress, seconds, write
+from kernelreg.cli._shared import complain, console, known_backend, on_this_machine, progress, seconds, write
 from kernelreg.errors import KernelregError, encodable
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
@@ -179,7 +178,7 @@ def _judge(
             except KernelregError as error:
                 unkept[str(error)] = None
     for text in unkept:
-        print(f"kernelreg: the results are not kept: {text}", file=sys.stderr)
+        complain(f"the results are not kept: {text}")
     return tuple(outcomes), None if unkept else kept
 
 

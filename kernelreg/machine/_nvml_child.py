@@ -1,4 +1,7 @@
-"""Run as a script in a child process: print, as JSON, what NVML says of driver and cards.
+"""Run as a script in a child process: print, as JSON, what NVML says of driver and cards, or why it says nothing.
+
+A second line is what keeps the CUDA driver's library from being loaded, or null: NVML can be there without it, and then
+CUDA sees no card. It comes last, since a broken library may end or hold up the process that loads it.
 
 NVML creates no CUDA context and is safe before ``fork``, but it can hang or crash with the kernel's driver, so no
 process of a user calls it for us. This file imports nothing of kernelreg. Every query may fail on its own, and costs
@@ -22,17 +25,19 @@ _CORES_PER_MULTIPROCESSOR = {
 }  # fmt: skip
 
 
-def main(folder: str, cuda_library: str) -> dict[str, Any]:
+def main(library: str, folder: str) -> dict[str, Any]:
     """What NVML says, in the shape of ``kernelreg.machine.nvml``.
 
     Args:
+        library: NVML's on Linux, whose loader says more than nvidia-ml-py does of a library that is not there.
         folder: where the module ``pynvml`` of nvidia-ml-py lies.
-        cuda_library: the CUDA driver's library. NVML can be there without it, and then CUDA sees no card.
     """
+    if sys.platform != "win32":
+        ctypes.CDLL(library)
     sys.path.append(folder)
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
-    return {**_Reader(nvml).read(), "cuda_library": _loads(cuda_library)}
+    return _Reader(nvml).read()
 
 
 def _loads(library: str) -> str | None:
@@ -131,10 +136,12 @@ def _text(error: BaseException) -> str:
 if __name__ == "__main__":
     wire = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever the libraries print is not the answer
+    if hasattr(signal, "setitimer"):  # a driver that hangs holds this process no longer, whoever still waits for it
+        signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop()))
+    cuda_library = sys.argv.pop()
     try:
-        if hasattr(signal, "setitimer"):  # a driver that hangs holds this process no longer, whoever still waits for it
-            signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop()))
-        json.dump(main(*sys.argv[1:]), wire)
-        wire.close()
+        told = main(*sys.argv[1:])
     except Exception as error:  # a driver that does not start, a foreign module of that name
-        sys.exit(_text(error))
+        told = {"driver": None, "cards": None, "problems": [_text(error)]}
+    print(json.dumps(told), file=wire, flush=True)
+    print(json.dumps(_loads(cuda_library)), file=wire, flush=True)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from kernelreg.children import alone
+from kernelreg.children import alone, run
+from kernelreg.faults import last_line
 
 _FOLDER = Path(__file__).parent
-#: Seconds that a killed child is waited for; one that hangs inside the kernel dies later or never, and is left.
-_REAP_SECONDS = 1.0
 
 
 class NoAnswerError(Exception):
-    """The child gave no answer; the message says why."""
+    """The child gave no answer, or no whole one; the message says why, ``printed`` is what it had said by then."""
+
+    def __init__(self, message: str, printed: bytes = b"") -> None:
+        super().__init__(message)
+        self.printed = printed
 
 
 def answer_of(script: str, *arguments: str, seconds: float) -> bytes:
@@ -32,40 +32,16 @@ def answer_of(script: str, *arguments: str, seconds: float) -> bytes:
     if getattr(sys, "frozen", False) or not sys.executable:  # sys.executable would start the user's program again
         raise NoAnswerError("not asked: this interpreter cannot start another (sys.executable names none)")
     try:
-        process = subprocess.Popen(
-            alone(_FOLDER / script, *arguments, f"{seconds + 1}"),  # its own limit, should this process be gone by then
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        command = alone(_FOLDER / script, *arguments, f"{seconds + 1}")  # its own limit, should this process be gone
+        ended = run(command, seconds)
     except (OSError, ValueError) as error:
         raise NoAnswerError(f"no child process: {error}") from error
-    try:
-        stdout, stderr = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"no answer within {seconds:g} s") from None
-    finally:
-        _end(process)
-    if process.returncode:
-        lines = stderr.decode("utf-8", "replace").strip().splitlines()
-        raise NoAnswerError(lines[-1] if lines and process.returncode > 0 else _ending(process.returncode))
-    return stdout
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """See to it that nothing of the child holds this process up, whatever became of it."""
-    if process.poll() is None:
-        with suppress(OSError):
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_REAP_SECONDS)
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
+    if ended.code is None:
+        raise NoAnswerError(f"no answer within {seconds:g} s", ended.printed)
+    if ended.code:
+        last = last_line(ended.words.decode("utf-8", "replace"))
+        raise NoAnswerError(last if last and ended.code > 0 else _ending(ended.code), ended.printed)
+    return ended.printed
 
 
 def _ending(code: int) -> str:

@@ -6,8 +6,9 @@ import sys
 
 import msgspec
 
+from kernelreg.decoding import NOT_JSON
 from kernelreg.machine.child import NoAnswerError, answer_of
-from kernelreg.machine.library import check_loads
+from kernelreg.machine.library import with_hint
 from kernelreg.machine.model import Device, Driver, Problem
 
 #: Seconds that the driver may take to start; a machine with eight cards and no persistence daemon needs several.
@@ -25,11 +26,10 @@ class _Answer(msgspec.Struct, frozen=True):
 def read_cuda_driver() -> tuple[Driver | None, tuple[Device, ...] | None, list[Problem]]:
     """The driver's CUDA version and the visible devices in CUDA's order; None where the driver does not answer."""
     try:
-        check_loads(LIBRARY)
         data = answer_of("_cuda_driver_child.py", LIBRARY, seconds=DRIVER_SECONDS)
         answer = msgspec.json.decode(data, type=_Answer)
-    except (NoAnswerError, msgspec.DecodeError) as error:
-        return None, None, [Problem(source="cuda-driver", error=str(error))]
+    except (NoAnswerError, *NOT_JSON) as error:
+        return None, None, [Problem(source="cuda-driver", error=with_hint(str(error), LIBRARY))]
     problems = [Problem(source="cuda-driver", error=text) for text in answer.problems]
     return Driver(cuda=cuda_version(answer.cuda)), answer.devices, problems
 

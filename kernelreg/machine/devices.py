@@ -43,7 +43,7 @@ def _detect_nvidia(
     problems = list(nvml.problems)
     value = environ.get("CUDA_VISIBLE_DEVICES")
     cards = nvml.cards or ()
-    if nvml.cards is not None and nvml.cuda_library is not None:
+    if nvml.cuda_library is not None:
         problems.append(Problem(source="cuda-driver", error=_without_cuda(nvml)))
         return nvml.driver, (), problems, cards
     read, unread = select_visible(cards, value) if cards else ((), [])
@@ -73,8 +73,13 @@ def _order_is_known(nvml: Reading, environ: Mapping[str, str]) -> bool:
 
 
 def _without_cuda(nvml: Reading) -> str:
-    """Why NVML's cards are none of CUDA's: as in a container that was given the driver's utilities alone."""
-    text = f"{nvml.cuda_library}; CUDA sees none of NVML's {len(nvml.cards or ())} cards"
+    """Why CUDA sees no card: as in a container that was given the driver's utilities alone."""
+    text = nvml.cuda_library or ""
+    if nvml.cards is None:
+        return text
+    text += f"; CUDA sees none of NVML's {len(nvml.cards)} card{'' if len(nvml.cards) == 1 else 's'}"
+    if "cannot open shared object file" not in text:
+        return text
     return f"{text}; in a container, NVIDIA_DRIVER_CAPABILITIES must have compute in it"
 
 

@@ -1,24 +1,15 @@
-"""Whether a driver's library is there, before a child process is started to ask it."""
+"""What else is to be said of a driver's library that the loader does not find."""
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
-
-from kernelreg.machine.child import NoAnswerError
 
 #: Where WSL puts the Windows driver's libraries. Its distributions tell the loader; a container or a sandbox may not.
 _WSL = Path("/usr/lib/wsl/lib")
 
 
-def check_loads(name: str) -> None:
-    """Load a library, which initialises nothing; most machines without a GPU stop here.
-
-    Raises:
-        NoAnswerError: the loader does not find or cannot use it; then torch and every kernel fail to, too.
-    """
-    try:
-        ctypes.CDLL(name)
-    except OSError as error:
-        hint = f"; {_WSL} has it: put that folder on LD_LIBRARY_PATH" if (_WSL / name).exists() else ""
-        raise NoAnswerError(f"{error}{hint}") from error
+def with_hint(error: str, library: str) -> str:
+    """A child's error, with where the library is, if WSL has it and the loader could not find it."""
+    if error.startswith(f"{library}: cannot open") and (_WSL / library).exists():
+        return f"{error}; {_WSL} has it: put that folder on LD_LIBRARY_PATH"
+    return error

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import msgspec
 
+from kernelreg.decoding import NOT_JSON
+from kernelreg.faults import fault_of
 from kernelreg.machine.child import NoAnswerError, answer_of
 from kernelreg.machine.cuda_driver import LIBRARY as CUDA_LIBRARY
 from kernelreg.machine.cuda_driver import cuda_version
-from kernelreg.machine.library import check_loads
+from kernelreg.machine.library import with_hint
 from kernelreg.machine.model import Driver, Problem
 from kernelreg.machine.visible import Card
 
@@ -45,32 +46,43 @@ class _Versions(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    driver: _Versions
+    driver: _Versions | None
     cards: tuple[Card | None, ...] | None
     problems: tuple[str, ...]
-    cuda_library: str | None
 
 
 def read_nvml() -> Reading:
     """Ask NVML for the driver and every card."""
+    ended = None
     try:
-        if sys.platform != "win32":
-            check_loads(_LIBRARY)
         folder = _folder_of_pynvml()
-        data = answer_of("_nvml_child.py", os.fspath(folder), CUDA_LIBRARY, seconds=NVML_SECONDS)
-        answer = msgspec.json.decode(data, type=_Answer)
-    except (NoAnswerError, msgspec.DecodeError) as error:
+        data = answer_of("_nvml_child.py", _LIBRARY, os.fspath(folder), CUDA_LIBRARY, seconds=NVML_SECONDS)
+    except NoAnswerError as error:
+        data, ended = error.printed, str(error)
+    nvml, answered, cuda = data.partition(b"\n")
+    try:
+        if ended and not answered:
+            raise NoAnswerError(ended)
+        answer = msgspec.json.decode(nvml, type=_Answer)
+        # Where the child did not live to say it, loading the CUDA driver's library has ended it.
+        unloadable = ended if not cuda else msgspec.json.decode(cuda, type=str | None)
+    except (NoAnswerError, *NOT_JSON) as error:
         return Reading(None, None, (Problem(source="nvml", error=str(error)),))
     known = [card for card in answer.cards or () if card is not None]
     known.sort(key=lambda card: card.device.pci_bus_id or "")
-    cuda = answer.driver.cuda
     return Reading(
-        driver=Driver(version=answer.driver.version, cuda=None if cuda is None else cuda_version(cuda)),
+        driver=_driver(answer.driver),
         cards=None if answer.cards is None else tuple(known),
-        problems=tuple(Problem(source="nvml", error=text) for text in answer.problems),
+        problems=tuple(Problem(source="nvml", error=with_hint(text, _LIBRARY)) for text in answer.problems),
         whole=all(card is not None and _is_whole(card) for card in answer.cards or ()),
-        cuda_library=answer.cuda_library,
+        cuda_library=None if unloadable is None else with_hint(unloadable, CUDA_LIBRARY),
     )
+
+
+def _driver(told: _Versions | None) -> Driver | None:
+    if told is None:
+        return None
+    return Driver(version=told.version, cuda=None if told.cuda is None else cuda_version(told.cuda))
 
 
 def _is_whole(card: Card) -> bool:
@@ -86,8 +98,8 @@ def _folder_of_pynvml() -> Path:
     """
     try:
         spec = importlib.util.find_spec("pynvml")
-    except (ImportError, ValueError) as error:
-        raise NoAnswerError(f"pynvml: {error}") from error
+    except BaseException as error:  # other people's finders
+        raise NoAnswerError(f"pynvml: {fault_of(error)}") from error
     if spec is None or spec.origin is None:
         raise NoAnswerError("nvidia-ml-py is not installed; fix: pip install nvidia-ml-py")
     origin = Path(spec.origin)

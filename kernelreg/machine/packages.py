@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable
 
+from kernelreg.faults import fault_of
 from kernelreg.machine.model import Problem
 
 
@@ -17,8 +18,8 @@ def detect_packages(names: Iterable[str]) -> tuple[dict[str, str], list[Problem]
             version: str | None = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        except Exception as error:  # metadata is other people's files: whatever is wrong with it becomes a problem
-            problems.append(Problem(source=f"package {name}", error=f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # other people's files and finders: whatever is wrong becomes a problem
+            problems.append(Problem(source=f"package {name}", error=fault_of(error)))
             version = ""
         if version is None:
             problems.append(Problem(source=f"package {name}", error="its metadata names no version"))

@@ -6,10 +6,11 @@ import importlib.metadata
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kernelreg.children import run
+from kernelreg.faults import fault_of
 from kernelreg.machine.model import Problem, Tool
 
 #: Seconds that ``nvcc --version`` may take: a cold network file system, not a hang.
@@ -23,7 +24,7 @@ _RELEASE = re.compile(r"release (\d+\.\d+)")
 def detect_tools(environ: Mapping[str, str]) -> tuple[dict[str, Tool], list[Problem]]:
     """The first nvcc in the order in which torch's extension builder and TileLang look for it."""
     problems: list[Problem] = []
-    for path in _candidates(environ):
+    for path in _candidates(environ, problems):
         if not _is_file(path):
             if path is not _DEFAULT:
                 problems.append(Problem(source="nvcc", error=f"{path} is named by the environment, but not there"))
@@ -35,7 +36,7 @@ def detect_tools(environ: Mapping[str, str]) -> tuple[dict[str, Tool], list[Prob
     return {}, problems
 
 
-def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
+def _candidates(environ: Mapping[str, str], problems: list[Problem]) -> Iterator[Path]:
     """Where nvcc may be, first match wins: CUDA_HOME or CUDA_PATH, PATH, the nvidia-cuda-nvcc wheel, the default."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     if home:
@@ -45,11 +46,13 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
         yield Path(on_path)
     try:
         files = importlib.metadata.files("nvidia-cuda-nvcc") or []
+        inside = [Path(os.fspath(file.locate())) for file in files if file.name == "nvcc"]
     except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name == "nvcc":
-            yield Path(os.fspath(file.locate()))
+        inside = []
+    except BaseException as error:  # other people's files and finders
+        problems.append(Problem(source="nvcc", error=f"the files of nvidia-cuda-nvcc: {fault_of(error)}"))
+        inside = []
+    yield from inside
     yield _DEFAULT
 
 
@@ -64,20 +67,12 @@ def _is_file(path: Path) -> bool:
 def _version(path: Path) -> tuple[str | None, str | None]:
     """The release that the binary prints, or what kept it from printing one."""
     try:
-        done = subprocess.run(
-            [os.fspath(path), "--version"],
-            capture_output=True,
-            timeout=NVCC_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired:
+        done = run([os.fspath(path), "--version"], NVCC_SECONDS)
+    except (OSError, ValueError) as error:
+        return None, f"{path} does not run: {getattr(error, 'strerror', None) or error}"
+    if done.code is None:
         return None, f"{path} --version did not answer within {NVCC_SECONDS:.0f} s"
-    except OSError as error:
-        return None, f"{path} does not run: {error.strerror or error}"
-    found = _RELEASE.search(done.stdout)
+    found = _RELEASE.search(done.printed.decode("utf-8", "replace"))
     if found is None:
-        return None, f"{path} --version printed no release (exit code {done.returncode})"
+        return None, f"{path} --version printed no release (exit code {done.code})"
     return found[1], None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kernelreg.decoding import read_bytes
 from kernelreg.errors import FactsError
+from kernelreg.faults import fault_of
 from kernelreg.machine.model import Problem, TorchBuild
 from kernelreg.machine.torch_devices import initialised_accelerator
 
@@ -28,8 +29,8 @@ def detect_torch() -> tuple[TorchBuild | None, list[Problem]]:
 def _from_files() -> tuple[TorchBuild | None, list[Problem]]:
     try:
         spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError) as error:
-        return _from_metadata(f"{type(error).__name__}: {error}")
+    except BaseException as error:  # other people's finders, a module of that name which is none
+        return _from_metadata(fault_of(error))
     if spec is None:
         return _from_metadata(None)
     if spec.origin is None:  # a directory of that name, not a package
@@ -69,7 +70,8 @@ def _from_metadata(problem: str | None, imported_from: Path | None = None) -> tu
         if imported_from is None:
             return None, problems
         version = ""
-    except Exception:  # metadata is other people's files
+    except BaseException as error:  # metadata is other people's files
+        fault_of(error)
         version = ""
     if problem is None:
         problems = [Problem(source="torch", error="its metadata is installed, but there is no package to import")]

@@ -18,7 +18,8 @@ def initialised_accelerator() -> str | None:
     for kind in _NUMBERED:
         module = getattr(torch, kind, None)
         try:
-            started = module is not None and getattr(module, "is_initialized", bool)()
+            # A stand-in for torch, as tests and documentation builds have, answers with anything.
+            started = module is not None and getattr(module, "is_initialized", bool)() is True
         except Exception:  # an extension's own module, of whatever release
             continue
         if started and (kind != "cuda" or _has_cuda_or_hip(torch)):

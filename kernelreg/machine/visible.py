@@ -15,7 +15,9 @@ import msgspec
 
 from kernelreg.machine.model import Device, Problem
 
-_LEADING_NUMBER = re.compile(r"[+-]?\d+")
+#: What C takes for space, and for a number: Python knows more of both.
+_SPACE = " \t\n\v\f\r"
+_LEADING_NUMBER = re.compile(r"[+-]?[0-9]+")
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -50,7 +52,7 @@ def select_visible(cards: Sequence[Card], value: str | None) -> tuple[tuple[Devi
             return _numbered(chosen), [
                 Problem(
                     source="CUDA_VISIBLE_DEVICES",
-                    error=f"{entry.strip()!r} in {value!r} names no card here; CUDA ignores it and all behind it",
+                    error=f"{entry.strip(_SPACE)!r} in {value!r} names no card here; CUDA ignores it and all behind it",
                 )
             ]
         if any(device is each for each in chosen):  # two cards that tell nothing of themselves are equal
@@ -81,7 +83,7 @@ def _find(cards: Sequence[Card], entry: str) -> Device | None:
         named = [card.default for card in cards if (card.device.uuid or "").startswith(entry)]
         named += [each for card in cards for each in card.instances if (each.uuid or "").startswith(entry)]
         return named[0] if len(named) == 1 else None
-    number = _LEADING_NUMBER.match(entry.strip())
+    number = _LEADING_NUMBER.match(entry.strip(_SPACE))
     if number is None:
         return None
     index = int(number[0]) if len(number[0]) < 10 else -1

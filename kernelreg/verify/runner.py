@@ -13,7 +13,8 @@ from tempfile import TemporaryFile
 
 import msgspec
 
-from kernelreg.children import alike, death
+from kernelreg.children import KEPT, alike, death
+from kernelreg.decoding import NOT_JSON
 from kernelreg.verify.child import Judged, Message, Started, Task
 from kernelreg.verify.outcome import Outcome
 
@@ -84,7 +85,7 @@ def _child(task: Task) -> Iterator[tuple[subprocess.Popen[bytes], list[str]]]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)  # compilers that it started, too
             child.wait()
-            stderr.seek(0)
+            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - KEPT))
             words += stderr.read().decode(errors="replace").strip().splitlines()[-1:]
 
 
@@ -105,7 +106,7 @@ def _messages(child: subprocess.Popen[bytes], deadline: float) -> Iterator[Start
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                with contextlib.suppress(msgspec.DecodeError):  # what others print before the child takes the pipe
+                with contextlib.suppress(*NOT_JSON):  # what others print before the child takes the pipe
                     yield _MESSAGE.decode(line)
 
 

@@ -3,7 +3,7 @@
  *   driver VERSION CUDA                   580.95.05 13000
  *   card UUID BUS CAPABILITY MEMORY CORES SMS SPEED MIG NAME...
  *   instance CARD UUID MEMORY SMS NAME... a MIG instance of the card of that number
- *   rule FUNCTION CARD ANSWER             CARD "*" for any; ANSWER a code, or "hang", "crash", "print"
+ *   rule FUNCTION CARD ANSWER             CARD "*" for any; ANSWER a code, or one of the words below
  *
  * Cards stand in NVML's order. SPEED and BUS give CUDA's.
  */
@@ -65,6 +65,13 @@ static int ruled(const char *function, int card) {
     if (!strcmp(rules[i].answer, "hang"))
       for (;;) pause();
     if (!strcmp(rules[i].answer, "crash")) raise(SIGSEGV);
+    if (!strcmp(rules[i].answer, "babble"))
+      for (;;) fputs("a line that the library prints without end\n", stderr);
+    if (!strcmp(rules[i].answer, "helper")) { /* a process that outlives its parent, with all that it has open */
+      if (!fork())
+        for (;;) pause();
+      return 0;
+    }
     if (!strcmp(rules[i].answer, "print")) {
       printf("a line that the library prints\n");
       return 0;
