@@ -26,8 +26,8 @@ from kernelreg.policy import Policy
 from kernelreg.reasons import Reason, ReasonCode
 from kernelreg.writing import write_whole
 
-#: Some ten thousand pins.
-MAX_BYTES = 8 << 20
+#: Some thousands of pins.
+MAX_BYTES = 2 << 20
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern=ONE_LINE)]
 #: What a call has to have in common with a pin, where it says it.

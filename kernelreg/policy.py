@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kernelreg.errors import ConfigurationError, KernelregError, several, unknown_name
+from kernelreg.errors import ConfigurationError, KernelregError, encodable, several, unknown_name
 from kernelreg.ops import operation_named, operations
 
 PREFIX = "KERNELREG_"
@@ -211,8 +211,8 @@ def _forced(value: str | Mapping[str, str], known: tuple[str, ...], place: str) 
 
 def _path(value: object, place: str) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not path or not isinstance(path, str):
-        raise ConfigurationError(f"{place}; accepted: the path of a file")
+    if not path or not isinstance(path, str) or encodable(path) != path:
+        raise ConfigurationError(f"{place}; accepted: the path of a file, in UTF-8")
     return path
 
 

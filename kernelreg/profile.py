@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from itertools import combinations
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,7 +29,7 @@ from kernelreg.registry import Registry
 from kernelreg.writing import write_whole
 
 #: Some ten thousand points of a few kernels each.
-MAX_BYTES = 8 << 20
+MAX_BYTES = 4 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Microseconds = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
@@ -120,8 +120,8 @@ class Point(_Record, frozen=True, kw_only=True):
     @property
     def place(self) -> tuple[object, ...]:
         """All that tells the point from another of its profile."""
-        sizes = (self.heads, self.value_heads, self.head_dim_k, self.head_dim_v, self.tokens, self.sequences)
-        return (self.operation, self.dtype, frozenset(self.features), *sizes)
+        shape = (self.heads, self.value_heads, self.head_dim_k, self.head_dim_v)
+        return (self.operation, self.dtype, frozenset(self.features), *shape, self.tokens, self.sequences)
 
     @property
     def kind(self) -> str:
@@ -200,10 +200,15 @@ class Evidence:
     def __init__(self, profile: Profile, name: str) -> None:
         self.profile = profile
         self.name = name
-        self._points: dict[tuple[str, frozenset[str]], list[Point]] = {}
+        groups: dict[tuple[object, ...], list[Point]] = {}
         for point in profile.points:
             if point.timings:
-                self._points.setdefault((point.operation, kind_features(point.features)), []).append(point)
+                groups.setdefault(point.place[:-2], []).append(point)
+        #: By operation and kind: points that differ in their sizes alone, together.
+        self._groups: dict[tuple[str, frozenset[str]], list[list[Point]]] = {}
+        for points in groups.values():
+            key = (points[0].operation, kind_features(points[0].features))
+            self._groups.setdefault(key, []).append(points)
 
     def speaks_of(self, device: Device | None) -> bool:
         """Whether the device is a card like the one that was measured."""
@@ -213,28 +218,12 @@ class Evidence:
         """The measured point that speaks for the call, or None."""
         if not self.speaks_of(facts.device(call.device)):
             return None
-        found = self._points.get((call.operation, kind_features(call.features)), [])
-        for name in ("dtype", "head_dim_k", "head_dim_v"):
-            wanted = getattr(call, name)
-            found = [each for each in found if wanted in (None, getattr(each, name))]
-        if not found:
+        groups = self._groups.get((call.operation, kind_features(call.features)), [])
+        exact = [(name, wanted) for name in ("dtype", "head_dim_k", "head_dim_v") if (wanted := getattr(call, name))]
+        fitting = [each for each in groups if all(getattr(each[0], name) == wanted for name, wanted in exact)]
+        if not fitting:
             return None
-
-        def far(point: Point) -> tuple[object, ...]:
-            sizes = ((call.value_heads, point.value_heads), (call.heads, point.heads))
-            return (
-                sum(abs(math.log(max(wanted, 1) / there)) for wanted, there in sizes if wanted is not None),
-                -point.value_heads,
-                -point.heads,
-                len(call.features.symmetric_difference(point.features)),
-                point.dtype,
-                -point.head_dim_k,
-                -point.head_dim_v,
-                sorted(point.features),
-            )
-
-        least = min(map(far, found))
-        found = [each for each in found if far(each) == least]
+        found = min(fitting, key=lambda each: _distance(each[0], call))
         tokens = nearest_size(call.tokens, (each.tokens for each in found))
         found = [each for each in found if each.tokens == tokens]
         sequences = nearest_size(call.sequences, (each.sequences for each in found))
@@ -248,8 +237,31 @@ class Evidence:
 
     def edges(self, operation: str) -> tuple[set[int], set[int]]:
         """The numbers of tokens, and of sequences, at which another point may become the nearest."""
-        points = [each for (name, _), those in self._points.items() if name == operation for each in those]
-        return _edges(each.tokens for each in points), _edges(each.sequences for each in points)
+        groups = [each for (name, _), those in self._groups.items() if name == operation for each in those]
+        tokens: set[int] = set()
+        sequences: set[int] = set()
+        for points in groups:
+            several: dict[int, set[int]] = {}
+            for point in points:
+                several.setdefault(point.tokens, set()).add(point.sequences)
+            tokens |= _edges(several)
+            sequences = sequences.union(*map(_edges, several.values()))
+        return tokens, sequences
+
+
+def _distance(point: Point, call: Call) -> tuple[object, ...]:
+    """How far a group's call is from the one that is asked for, sizes aside; no two groups are equally far."""
+    sizes = ((call.value_heads, point.value_heads), (call.heads, point.heads))
+    return (
+        sum(abs(math.log(max(wanted, 1) / there)) for wanted, there in sizes if wanted is not None),
+        -point.value_heads,
+        -point.heads,
+        len(call.features.symmetric_difference(point.features)),
+        point.dtype,
+        -point.head_dim_k,
+        -point.head_dim_v,
+        sorted(point.features),
+    )
 
 
 def nearest_size(wanted: int | None, sizes: Iterable[int]) -> int:
@@ -262,8 +274,8 @@ def nearest_size(wanted: int | None, sizes: Iterable[int]) -> int:
 
 
 def _edges(sizes: Iterable[int]) -> set[int]:
-    """The first number that is nearer to the larger one, of any two sizes: whichever of them a call's kind has."""
-    return {math.isqrt(one * other) + 1 for one, other in combinations(sorted(set(sizes)), 2)}
+    """The first number that is nearer to the larger one, of each two neighbours."""
+    return {math.isqrt(one * other) + 1 for one, other in pairwise(sorted(sizes))}
 
 
 def check_names(profile: Profile, registry: Registry) -> None:
