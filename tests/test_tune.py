@@ -428,8 +428,9 @@ def test_a_plot_has_a_panel_a_series_and_a_line_a_kernel_told_apart_without_colo
     panels = [ax for ax in figure.axes if ax.get_visible()]
     assert len(panels) == 4
     assert {(ax.get_xscale(), ax.get_yscale()) for ax in panels} == {("log", "log")}
+    containers: list[Any] = list(panels[0].containers)
     drawn = {}
-    for container in panels[0].containers:
+    for container in containers:
         line = container.lines[0]
         drawn[container.get_label()] = (line.get_xdata().tolist(), line.get_ydata().tolist())
     assert drawn == {
@@ -437,7 +438,7 @@ def test_a_plot_has_a_panel_a_series_and_a_line_a_kernel_told_apart_without_colo
         "flash_qla sm90": ([1024, 8192], [63.5, 300]),
         "torch chunk": ([1024], [1900]),
     }
-    styles = [(each.lines[0].get_marker(), each.lines[0].get_linestyle()) for each in panels[0].containers]
+    styles = [(each.lines[0].get_marker(), each.lines[0].get_linestyle()) for each in containers]
     assert len({marker for marker, _ in styles}) == 3
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["fla triton", "flash_qla sm90", "torch chunk"]
