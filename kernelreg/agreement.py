@@ -273,6 +273,9 @@ def _worst(places: Sequence[Rank]) -> Rank:
         backend=slowest.backend,
         kernel=slowest.kernel,
         source=slowest.source,
+        micros=slowest.micros,
+        point=slowest.point,
+        failed=slowest.failed,
     )
 
 
@@ -385,6 +388,7 @@ def _told_policy(policy: Policy) -> dict[str, str]:
     told = {f"policy.backend.{operation}": name for operation, name in policy.backend.items()}
     told |= {f"policy.{field}": ", ".join(getattr(policy, field)) for field in ("prefer", "disable")}
     told["policy.strict"] = "yes" if policy.strict else ""
+    told |= {f"policy.{field}": getattr(policy, field) or "" for field in ("profile", "lock")}
     return {
         field: f"{value} ({policy.origin.get(field.partition('.')[2], 'policy')})"
         for field, value in told.items()

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 
+import msgspec
+
+from kernelreg.lock import Binding, Pins
 from kernelreg.machine.model import Facts
+from kernelreg.profile import Evidence
 from kernelreg.reasons import ReasonCode
 from kernelreg.registry import Registry
-from kernelreg.resolver import Candidate, Decision, rank
+from kernelreg.resolver import Candidate, Decision, ranks
 
 logger = logging.getLogger("kernelreg")
 #: Beyond this many distinct messages a process has a stranger problem than a repeated line.
@@ -60,7 +64,7 @@ def forget() -> None:
     _said.clear()
 
 
-def announce(decision: Decision, registry: Registry, facts: Facts) -> None:
+def announce(decision: Decision, registry: Registry, facts: Facts, evidence: Evidence | None = None) -> None:
     """Log a decision: INFO once, a WARNING for each better kernel that only its installation keeps away."""
     if logger.isEnabledFor(logging.INFO):
         say_once(logging.INFO, _summary(decision))
@@ -72,7 +76,7 @@ def announce(decision: Decision, registry: Registry, facts: Facts) -> None:
     failed = [each for each in decision.candidates if each.backend == decision.backend and _failed(each)]
     for candidate in (*best.values(), *failed):
         rejected = candidate.status == "rejected" and _installed_but_unusable(candidate)
-        if rejected and _better(candidate, decision, registry, facts):
+        if rejected and _better(candidate, decision, registry, facts, evidence):
             say_once(logging.WARNING, _warning(candidate, decision))
     logger.debug("%s", decision)
 
@@ -93,15 +97,14 @@ def _failed(candidate: Candidate) -> bool:
     return any(reason.code == ReasonCode.QUARANTINED for reason in candidate.reasons)
 
 
-def _better(candidate: Candidate, decision: Decision, registry: Registry, facts: Facts) -> bool:
+def _better(
+    candidate: Candidate, decision: Decision, registry: Registry, facts: Facts, evidence: Evidence | None
+) -> bool:
     """Whether the kernel would outrank the chosen one if it could run."""
-    places = []
-    for name, kernel in ((candidate.backend, candidate.kernel), (decision.backend, decision.kernel)):
-        row = registry.find(name or "", decision.operation, kernel or "")
-        if row is None:
-            return False
-        places.append(rank(*row, facts, decision.call, decision.policy))
-    return places[0] < places[1]
+    places = ranks(registry, facts, decision.call, decision.policy, evidence)
+    one = places.get((candidate.backend, candidate.kernel))
+    other = places.get((decision.backend or "", decision.kernel or ""))
+    return one is not None and other is not None and one < other
 
 
 def _warning(candidate: Candidate, decision: Decision) -> str:
@@ -110,3 +113,23 @@ def _warning(candidate: Candidate, decision: Decision) -> str:
         f"{decision.operation} on {decision.device} runs {decision.backend} {decision.kernel}: "
         f"{candidate.backend} {candidate.kernel} is installed and ranks higher, but cannot run: {told}"
     )
+
+
+def announce_unused(decision: Decision, facts: Facts, evidence: Evidence | None, pins: Pins | None) -> None:
+    """Log once that a profile or a lock file that was asked for says nothing of such calls."""
+    call, policy = decision.call, decision.policy
+    device = facts.device(call.device)
+    if evidence is not None and not evidence.speaks_of(device):
+        card = device.description if device else "a device that is not there"
+        where = f"{policy.origin.get('profile', 'profile')}={evidence.name}"
+        measured = evidence.profile.setup.description
+        say_once(logging.INFO, f"{where} was measured on {measured}: it does not rank on {call.device}, {card}")
+    if pins is not None and decision.backend is not None and Binding(pins, call, facts, policy, ()).silent:
+        where = f"{policy.origin.get('lock', 'lock')}={pins.name}"
+        kind = msgspec.structs.replace(call, tokens=None, sequences=None)
+        fix = f"python -m kernelreg lock --output {pins.name}, for a model of that shape"
+        say_once(
+            logging.WARNING,
+            f"{where} pins nothing for {call.operation} calls like ({kind}) on {call.device}, so they are decided as "
+            f"without it (fix: {fix})",
+        )

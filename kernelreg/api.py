@@ -220,14 +220,23 @@ def make_policy(
     prefer: Sequence[str] | str | None = None,
     disable: Sequence[str] | str | None = None,
     strict: bool | None = None,
+    profile: str | os.PathLike[str] | None = None,
+    lock: str | os.PathLike[str] | None = None,
 ) -> Policy:
-    """A whole policy for :func:`resolve`'s ``policy=``, with :func:`use`'s words.
+    """A whole policy for :func:`resolve`'s ``policy=``, with :func:`use`'s words and two files.
+
+    Args:
+        backend, prefer, disable, strict: as :func:`use` takes them.
+        profile: the path of a measured profile to rank by, or ``off``.
+        lock: the path of a lock file that pins decisions.
 
     Raises:
         ConfigurationError: a name that no backend has; names the nearest.
     """
     names = session.registry().names()
-    return policies.make_policy(names, backend=backend, prefer=prefer, disable=disable, strict=strict)
+    return policies.make_policy(
+        names, backend=backend, prefer=prefer, disable=disable, strict=strict, profile=profile, lock=lock
+    )
 
 
 def register(backend: str | os.PathLike[str] | Mapping[str, Any] | Descriptor) -> Callable[[], None]:

@@ -64,7 +64,7 @@ class Dispatcher:
         found = self._buckets
         if found is None:
             with session.steady():
-                found = self._buckets = _buckets(session.registry(), self.operation)
+                found = self._buckets = _buckets(session.registry(), self.operation, session.edges(self.operation))
         return found
 
     def decide(self, key: tuple[Hashable, ...], call: Call) -> Callable[..., Any]:
@@ -91,7 +91,8 @@ class Dispatcher:
             forms[form] = function
 
 
-def _buckets(registry: Registry, operation: str) -> tuple[Buckets, Buckets]:
+def size_limits(registry: Registry, operation: str) -> tuple[list[object], list[object]]:
+    """All that descriptors say of the numbers of tokens and of sequences: spans, lists of sizes, None."""
     tokens: list[object] = []
     sequences: list[object] = []
     for backend, kernel in registry.kernels(operation):
@@ -99,4 +100,12 @@ def _buckets(registry: Registry, operation: str) -> tuple[Buckets, Buckets]:
         conditions += [preference.when for preference in kernel.preference]
         tokens += [kernel.accepts.tokens, *(when.tokens for when in conditions)]
         sequences += [kernel.accepts.sequences, *(when.sequences for when in conditions)]
+    return tokens, sequences
+
+
+def _buckets(registry: Registry, operation: str, edges: tuple[set[int], set[int]]) -> tuple[Buckets, Buckets]:
+    """The buckets by what descriptors tell of sizes, and by where a profile or a lock file begins to say otherwise."""
+    tokens, sequences = size_limits(registry, operation)
+    tokens += [Span(min=edge) for edge in edges[0]]
+    sequences += [Span(min=edge) for edge in edges[1]]
     return Buckets(tokens), Buckets(sequences)

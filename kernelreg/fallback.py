@@ -15,7 +15,6 @@ from kernelreg.call import Call
 from kernelreg.errors import CallError, KernelFailedError
 from kernelreg.faults import all_behind, fault_of, told
 from kernelreg.findings import Finding, kind_of
-from kernelreg.resolver import decide
 from kernelreg.session import session
 
 #: How torch, Triton, TileLang and the CUDA bindings word what a driver or runtime call answered.
@@ -63,7 +62,7 @@ def keep_away(call: Call, error: BaseException, kept: Kept | None, *, in_place: 
         raise error
     cause = fault_of(error)
     grounds = session.grounds(device=call.device)
-    decision = decide(grounds.registry, grounds.facts, call, grounds.policy, grounds.ruled_out, grounds.findings)
+    decision = grounds.decide(call)
     name = f"{decision.backend} {decision.kernel}"
     failed = f"{call.operation} on {call.device}: {name} failed: {cause}"
     forced = call.operation in grounds.policy.backend

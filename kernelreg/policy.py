@@ -1,16 +1,17 @@
 """What the user asked for: environment variables, ``use()``, and how they add up.
 
-Strongest first: ``use()``, environment, descriptors' evidence.
+Strongest first: ``use()``, environment, lock file, measured profile, descriptors' evidence.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from kernelreg.errors import ConfigurationError, KernelregError, several, unknown_name
+from kernelreg.errors import ConfigurationError, KernelregError, encodable, several, unknown_name
 from kernelreg.ops import operation_named, operations
 
 PREFIX = "KERNELREG_"
@@ -19,24 +20,34 @@ VARIABLES = {
     "KERNELREG_PREFER": "backends to rank first, in this order; the rest stays eligible",
     "KERNELREG_DISABLE": "backends never to use",
     "KERNELREG_STRICT": "1: no fallback at run time, and a wish that cannot be met is an error",
-    "KERNELREG_PROFILE": "measured profile to rank by (not there yet; accepted: off)",
-    "KERNELREG_LOCK": "lock file that pins decisions (not there yet)",
+    "KERNELREG_PROFILE": "measured profile to rank by: a path, or off",
+    "KERNELREG_LOCK": "lock file that pins decisions: a path",
     "KERNELREG_FACTS": "a facts file to use instead of detection",
     "KERNELREG_PLUGINS": "off: built-in backends only",
     "KERNELREG_LOG": "level of the kernelreg logger",
 }
 
+#: What ``KERNELREG_PROFILE`` says where the descriptors alone are to rank.
+OFF = "off"
 _TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What was asked for. ``origin`` says where each part comes from, for explanations."""
+    """What was asked for. ``origin`` says where each part comes from, for explanations.
+
+    Attributes:
+        backend: the forced backend of each operation that has one.
+        profile: the path of the measured profile to rank by, or ``off``.
+        lock: the path of the lock file that pins decisions.
+    """
 
     backend: dict[str, str] = {}
     prefer: tuple[str, ...] = ()
     disable: tuple[str, ...] = ()
     strict: bool = False
+    profile: str | None = None
+    lock: str | None = None
     origin: dict[str, str] = {}
 
     def overlaid(self, over: Policy) -> Policy:
@@ -47,6 +58,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             prefer=over.prefer if "prefer" in said else self.prefer,
             disable=over.disable if "disable" in said else self.disable,
             strict=over.strict if "strict" in said else self.strict,
+            profile=over.profile if "profile" in said else self.profile,
+            lock=over.lock if "lock" in said else self.lock,
             origin={**self.origin, **said},
         )
 
@@ -58,6 +71,8 @@ def make_policy(
     prefer: Sequence[str] | str | None = None,
     disable: Sequence[str] | str | None = None,
     strict: bool | None = None,
+    profile: str | os.PathLike[str] | None = None,
+    lock: str | os.PathLike[str] | None = None,
     origin: str | Mapping[str, str] = "policy",
 ) -> Policy:
     """A policy from what a person wrote; None says nothing.
@@ -66,6 +81,8 @@ def make_policy(
         backends: the names there are.
         backend: one name for every operation, text such as ``gdn.chunk=fla``, or a mapping.
         prefer, disable: names, as a sequence or comma-separated text.
+        profile: the path of a measured profile, or ``off``; it is read when something is decided.
+        lock: the path of a lock file, read then too.
         origin: what to call the source of these words in explanations and errors.
 
     Raises:
@@ -95,6 +112,10 @@ def make_policy(
             raise ConfigurationError(f"{place('strict', strict)}; accepted: True, False")
         said["strict"] = strict
         origins["strict"] = source("strict")
+    for field, path in (("profile", profile), ("lock", lock)):
+        if path is not None:
+            said[field] = _path(path, place(field, path))
+            origins[field] = source(field)
     return Policy(**said, origin=origins)
 
 
@@ -108,7 +129,7 @@ def read_environment(
     errors: list[ConfigurationError] = []
     said: dict[str, Any] = {}
     known = tuple(backends)
-    for field in ("backend", "prefer", "disable", "strict"):
+    for field in ("backend", "prefer", "disable", "strict", "profile", "lock"):
         variable = PREFIX + field.upper()
         value = environ.get(variable, "").strip()
         if not value:
@@ -119,12 +140,6 @@ def read_environment(
             said[field] = word
         except ConfigurationError as error:
             errors.append(error)
-    for variable, accepted in (("KERNELREG_PROFILE", ("off",)), ("KERNELREG_LOCK", ())):
-        value = environ.get(variable, "").strip()
-        if value and value not in accepted:
-            hint = f"; accepted: {accepted[0]}" if accepted else ""
-            text = f"{variable}={value!r}: this release does not read it yet, and does not ignore it either; unset it"
-            errors.append(ConfigurationError(text + hint))
     for read in (read_plugins, read_log_level):
         try:
             read(environ)
@@ -192,6 +207,13 @@ def _forced(value: str | Mapping[str, str], known: tuple[str, ...], place: str) 
             raise ConfigurationError(f"{place} names two backends for {canonical}; accepted: one")
         forced[canonical] = _name(name, known, place)
     return forced
+
+
+def _path(value: object, place: str) -> str:
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not path or not isinstance(path, str) or encodable(path) != path:
+        raise ConfigurationError(f"{place}; accepted: the path of a file, in UTF-8")
+    return path
 
 
 def _names(value: Sequence[str] | str, known: tuple[str, ...], place: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from kernelreg.call import Call
 from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError, encodable
 from kernelreg.meeting import group_table
 from kernelreg.resolution import Resolution
-from kernelreg.resolver import Decision, judge
+from kernelreg.resolver import Decision
 from kernelreg.session import Grounds, session
 from kernelreg.together import JointDecision, JointResolution
 
@@ -171,7 +171,7 @@ def message_of(
             Asked(
                 call=call,
                 policy=each.policy,
-                judged=tuple(judge(each.registry, each.facts, call, each.policy, each.ruled_out, each.findings)),
+                judged=tuple(each.judge(call)),
             )
             for each, call in asked
         ),

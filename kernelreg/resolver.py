@@ -5,6 +5,7 @@ It reads no environment, no clock and no GPU, so a decision can be replayed anyw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -13,9 +14,11 @@ import msgspec
 from kernelreg.call import Call
 from kernelreg.descriptor import Kernel
 from kernelreg.findings import Finding, quarantine_reasons
+from kernelreg.lock import Binding, Pins
 from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
+from kernelreg.profile import Evidence, Row, Timing, timings_of, told_time
 from kernelreg.reasons import CALL_CODES, Reason, ReasonCode, told_in_order
 from kernelreg.registry import Backend, Registry
 from kernelreg.requirements import call_reasons, holds, known_bad_reasons, machine_reasons
@@ -82,7 +85,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Rank(msgspec.Struct, frozen=True, order=True):
-    """Where a kernel stands among those that could run: policy, then evidence, then name. Smaller is better."""
+    """Where a kernel stands among those that could run: policy, then evidence, then name. Smaller is better.
+
+    Attributes:
+        slowness: less the times that it is as fast as the built-in torch kernel.
+        source: where the evidence is.
+        micros: its time at the measured point that speaks for the call.
+        point: that point, in words; also where the kernel was not measured there, or failed.
+        failed: why it has no time there.
+    """
 
     wish: int
     slow: bool
@@ -91,10 +102,17 @@ class Rank(msgspec.Struct, frozen=True, order=True):
     backend: str
     kernel: str
     source: str | None
+    micros: float | None = None
+    point: str | None = None
+    failed: str | None = None
 
     @property
     def evidence(self) -> str:
-        """How many times as fast as the built-in torch kernel."""
+        """Its time, where it was measured, else how many times as fast as the built-in torch kernel it is."""
+        if self.failed is not None:
+            return f"no time ({self.failed})"
+        if self.micros is not None:
+            return told_time(self.micros)
         return "not measured" if self.unmeasured else f"{-self.slowness:.3g} ×"
 
 
@@ -108,6 +126,8 @@ def decide(
     policy: Policy,
     ruled_out: Mapping[str, Reason] | None = None,
     findings: Sequence[Finding] = (),
+    evidence: Evidence | None = None,
+    pins: Pins | None = None,
 ) -> Decision:
     """Judge every kernel of the call's operation and choose the best of those that fit.
 
@@ -118,8 +138,11 @@ def decide(
         policy: what the user asked for.
         ruled_out: backends that this process found unusable (their adapter did not import), with the reason.
         findings: kernels that were found wrong on this machine, and for which calls.
+        evidence: a measured profile, which ranks before what the descriptors say.
+        pins: a lock file, which is stronger than any rank.
     """
-    return choose(judge(registry, facts, call, policy, ruled_out, findings), facts.fingerprint, call, policy)
+    judged = judge(registry, facts, call, policy, ruled_out, findings, evidence, pins)
+    return choose(judged, facts.fingerprint, call, policy)
 
 
 def judge(
@@ -129,12 +152,16 @@ def judge(
     policy: Policy,
     ruled_out: Mapping[str, Reason] | None = None,
     findings: Sequence[Finding] = (),
+    evidence: Evidence | None = None,
+    pins: Pins | None = None,
 ) -> list[Judged]:
     """Where every kernel of the call's operation stands, and all reasons against it."""
+    places = ranks(registry, facts, call, policy, evidence)
+    binding = Binding(pins, call, facts, policy, places.keys())
     judged = [
         (
-            rank(backend, kernel, facts, call, policy),
-            _reasons(backend, kernel, facts, call, policy, ruled_out or {}, findings),
+            places[backend.name, kernel.name],
+            _reasons(backend, kernel, facts, call, policy, ruled_out or {}, findings, binding),
         )
         for backend, kernel in registry.kernels(call.operation)
     ]
@@ -163,8 +190,35 @@ def choose(judged: Iterable[Judged], fingerprint: str, call: Call, policy: Polic
     )
 
 
-def rank(backend: Backend, kernel: Kernel, facts: Facts, call: Call, policy: Policy) -> Rank:
-    """Where a kernel would stand if it could run."""
+def ranks(
+    registry: Registry, facts: Facts, call: Call, policy: Policy, evidence: Evidence | None = None
+) -> dict[Row, Rank]:
+    """Where each kernel of the call's operation would stand if it could run.
+
+    Kernels that the profile has a time of, at the point that speaks for the call, stand by their times, and those that
+    failed there last. One that was not measured there keeps its descriptor's figure.
+    """
+    places = {
+        (backend.name, kernel.name): _described(backend, kernel, facts, call, policy)
+        for backend, kernel in registry.kernels(call.operation)
+    }
+    point = evidence.point(call, facts) if evidence is not None else None
+    if evidence is None or point is None:
+        return places
+    timings = timings_of(point)
+    failures = {each.row: each.reason for each in point.failures}
+    yardstick = _yardstick(places, timings)
+    told = evidence.told(point, call)
+    return {
+        row: _measured(
+            msgspec.structs.replace(place, point=told), timings.get(row), failures.get(row), yardstick, evidence.name
+        )
+        for row, place in places.items()
+    }
+
+
+def _described(backend: Backend, kernel: Kernel, facts: Facts, call: Call, policy: Policy) -> Rank:
+    """A kernel's place by policy and by its descriptor."""
     forced = policy.backend.get(call.operation) == backend.name
     wishes = policy.prefer
     evidence = next((each for each in kernel.preference if holds(each.when, kernel.name, facts, call)), None)
@@ -182,6 +236,45 @@ def rank(backend: Backend, kernel: Kernel, facts: Facts, call: Call, policy: Pol
     )
 
 
+def _yardstick(places: Mapping[Row, Rank], timings: Mapping[Row, Timing]) -> float:
+    """The torch kernel's time in microseconds, by which a time and a descriptor's figure can be compared.
+
+    Each measured kernel's time and figure give an estimate of it; their geometric mean is taken. Where none has a
+    figure there is nothing to compare, and the slowest of them stands for it.
+    """
+    estimates = [
+        math.log(timings[row].median_us * -place.slowness)
+        for row, place in places.items()
+        if row in timings and not place.unmeasured
+    ]
+    if not estimates:
+        return max(each.median_us for each in timings.values())
+    return math.exp(math.fsum(estimates) / len(estimates))
+
+
+def _measured(place: Rank, timing: Timing | None, failed: str | None, yardstick: float, source: str) -> Rank:
+    """A kernel's place by what was measured of it, if anything was."""
+    if timing is not None:
+        return msgspec.structs.replace(
+            place,
+            slow=False,
+            unmeasured=False,
+            slowness=-yardstick / timing.median_us,
+            source=source,
+            micros=timing.median_us,
+        )
+    return place if failed is None else msgspec.structs.replace(place, slow=True, failed=failed)
+
+
+def _against(place: Rank, best: Rank) -> str:
+    """One kernel's evidence against the best one's, and where it is."""
+    told = f"{place.evidence} against {best.evidence}"
+    if place.point is None:
+        return f"{told} the torch kernel's speed"
+    unlike = " (× the torch kernel's speed, by its descriptor)" if "×" in told else ""
+    return f"{told} in {place.point}{unlike}"
+
+
 def _leads(place: Rank, judged: list[Judged]) -> bool:
     """Whether it is the first row of its backend that could run: the one that preferring the backend would choose."""
     return place == next((each for each, reasons in judged if each.backend == place.backend and not reasons), None)
@@ -192,9 +285,7 @@ def _candidate(place: Rank, reasons: tuple[Reason, ...], best: Rank | None, lead
     if best is not None and not reasons:
         status = "chosen" if place == best else "eligible"
     if status == "eligible" and best is not None:
-        actual = f"{place.evidence} against {best.evidence} the torch kernel's speed"
-        if best.wish < place.wish:
-            actual = f"{best.backend} is preferred"
+        actual = f"{best.backend} is preferred" if best.wish < place.wish else _against(place, best)
         reasons = (
             Reason(
                 code=ReasonCode.OUTRANKED,
@@ -215,9 +306,11 @@ def _reasons(
     policy: Policy,
     ruled_out: Mapping[str, Reason],
     findings: Sequence[Finding],
+    binding: Binding,
 ) -> tuple[Reason, ...]:
     descriptor = backend.descriptor
     reasons = _policy_reasons(backend.name, call.operation, policy)
+    reasons += binding.reasons(backend.name, kernel.name)
     reasons += operation_named(call.operation).reasons(call)
     reasons += machine_reasons(descriptor.requires, facts, call.device, install=descriptor.install)
     said = {(reason.code, reason.subject) for reason in reasons if reason.code in _SAID_ONCE}

@@ -17,18 +17,21 @@ from typing import NamedTuple
 import msgspec
 
 from kernelreg.adapters import load_function
-from kernelreg.announce import announce, logger, say_once, set_level
+from kernelreg.announce import announce, announce_unused, logger, say_once, set_level
 from kernelreg.call import Call
 from kernelreg.errors import AdapterError, ConfigurationError, KernelregError, NoBackendError, unknown_name
 from kernelreg.findings import Finding
+from kernelreg.lock import Pins, load_lock
 from kernelreg.machine import CPU, Device, Facts, detect
 from kernelreg.machine.detect import ENVIRONMENT
+from kernelreg.machine.setup import CARD
 from kernelreg.machine.torch_devices import current_index, observed_device
-from kernelreg.policy import PREFIX, Policy, read_environment, read_log_level, read_plugins
+from kernelreg.policy import OFF, PREFIX, Policy, read_environment, read_log_level, read_plugins
+from kernelreg.profile import Evidence, check_names, load_profile
 from kernelreg.reasons import Reason
 from kernelreg.registry import Backend, Registry, discover
 from kernelreg.resolution import Resolution
-from kernelreg.resolver import Decision, decide
+from kernelreg.resolver import Decision, Judged, decide, judge
 from kernelreg.together import JointResolution, decide_together
 from kernelreg.verify.records import load_record, save_record
 
@@ -59,6 +62,16 @@ class Grounds(NamedTuple):
     policy: Policy
     ruled_out: Mapping[str, Reason]
     findings: tuple[Finding, ...]
+    evidence: Evidence | None = None
+    pins: Pins | None = None
+
+    def judge(self, call: Call) -> list[Judged]:
+        """Where every kernel of the call's operation stands, and all reasons against it."""
+        return judge(self.registry, self.facts, call, *self[2:])
+
+    def decide(self, call: Call) -> Decision:
+        """The decision on the call."""
+        return decide(self.registry, self.facts, call, *self[2:])
 
 
 class Session:
@@ -77,6 +90,8 @@ class Session:
         self._causes: dict[str, AdapterError] = {}
         self._findings: dict[str, tuple[Finding, ...]] = {}
         self._failed: tuple[Finding, ...] = ()
+        self._profiles: dict[str, Evidence] = {}
+        self._locks: dict[str, Pins] = {}
         self._trusting = False
         self.observers: tuple[Observer, ...] = ()
         self._listeners: list[Callable[[], None]] = []
@@ -177,8 +192,71 @@ class Session:
                 if known is None:
                     known = self.facts() if device is None else self.facts_seeing(device)
                 wanted = self._wanted(policy)
+                evidence, pins, errors = self.files(wanted, known)
                 if self._seen is seen:  # the environment knows no lock: once more where it changed in between
-                    return Grounds(registry, known, wanted, self.ruled_out, self.findings(known))
+                    if errors:
+                        raise errors[0]
+                    return Grounds(registry, known, wanted, self.ruled_out, self.findings(known), evidence, pins)
+
+    def files(
+        self, policy: Policy, facts: Facts
+    ) -> tuple[Evidence | None, Pins | None, tuple[ConfigurationError, ...]]:
+        """The profile and the lock file that the policy names, read once; and why one cannot be used on these facts.
+
+        A profile is for one card and for what runs on it: that of another machine, driver or package is an error. A
+        lock file is for one card, and holds each of its kernels to its versions when it is asked for.
+        """
+        errors: list[ConfigurationError] = []
+        evidence = pins = None
+        with self._lock:
+            if policy.profile not in (None, OFF):
+                try:
+                    evidence = self._profile(str(policy.profile), facts)
+                except ConfigurationError as error:
+                    errors.append(_named("profile", policy, error))
+            if policy.lock is not None:
+                try:
+                    pins = self._pins(policy.lock, facts)
+                except ConfigurationError as error:
+                    errors.append(_named("lock", policy, error))
+        return evidence, pins, tuple(errors)
+
+    def _profile(self, path: str, facts: Facts) -> Evidence:
+        if path not in self._profiles:
+            self._profiles[path] = Evidence(load_profile(path), path)
+        evidence = self._profiles[path]
+        changes = evidence.profile.setup.changes(facts)
+        if changes:
+            raise ConfigurationError(f"{path}: measured elsewhere: {'; '.join(map(str, changes))}")
+        try:
+            check_names(evidence.profile, self.registry())
+        except ConfigurationError as error:
+            raise self.with_hint(ConfigurationError(f"{path}: {error}")) from None
+        return evidence
+
+    def _pins(self, path: str, facts: Facts) -> Pins:
+        if path not in self._locks:
+            self._locks[path] = Pins(load_lock(path), path)
+        pins = self._locks[path]
+        card = next((each for each in pins.lock.setup.changes(facts) if each.field == CARD), None)
+        if card is not None:
+            raise ConfigurationError(f"{path}: locked for another machine: {card}")
+        return pins
+
+    def edges(self, operation: str) -> tuple[set[int], set[int]]:
+        """The numbers of tokens, and of sequences, at which the profile or the lock file may say something else.
+
+        Files that cannot be used say nothing here: whoever decides raises why.
+        """
+        tokens: set[int] = set()
+        sequences: set[int] = set()
+        with self._lock:
+            for file in self.files(self.policy(), self.facts())[:2]:
+                if file is not None:
+                    more = file.edges(operation)
+                    tokens |= more[0]
+                    sequences |= more[1]
+        return tokens, sequences
 
     def trust_all(self) -> None:
         """Decide as if nothing had been found wrong: for who is about to find out."""
@@ -200,6 +278,8 @@ class Session:
             self._causes = {}
             self._findings = {}
             self._failed = ()
+            self._profiles = {}
+            self._locks = {}
             self._discovered = None
             self._changed_backends()
 
@@ -300,9 +380,8 @@ class Session:
         Raises:
             NoBackendError: nothing fits.
         """
-        registry, facts, policy, ruled_out, findings = grounds
-        decision = decide(registry, facts, call, policy, ruled_out, findings)
-        resolution = self._resolution(decision, registry, facts)
+        decision = grounds.decide(call)
+        resolution = self._resolution(decision, grounds)
         if decision.backend is None:
             raise NoBackendError(resolution.explain(), resolution) from self._cause(decision)
         return resolution
@@ -313,9 +392,8 @@ class Session:
         Raises:
             NoBackendError: an operation has no kernel on any form of the state.
         """
-        registry, facts, policy, ruled_out, findings = grounds
-        joint = decide_together(registry, facts, calls, policy, ruled_out, findings)
-        resolutions = [self._resolution(each, registry, facts) for each in joint.decisions]
+        joint = decide_together(grounds.registry, grounds.facts, calls, *grounds[2:])
+        resolutions = [self._resolution(each, grounds) for each in joint.decisions]
         found = JointResolution(joint, resolutions)
         for each in resolutions:
             if each.backend is None:
@@ -330,10 +408,12 @@ class Session:
             raise ConfigurationError(f"policy={policy!r}; accepted: None, or what kernelreg.make_policy gives")
         return policy
 
-    def _resolution(self, decision: Decision, registry: Registry, facts: Facts) -> Resolution:
+    def _resolution(self, decision: Decision, grounds: Grounds) -> Resolution:
         """A decision with the means to load it, told to the log and the observers."""
+        facts = grounds.facts
         resolution = Resolution(decision, lambda decided: self.load(decided, facts), facts)
-        announce(decision, registry, facts)
+        announce(decision, grounds.registry, facts, grounds.evidence)
+        announce_unused(decision, facts, grounds.evidence, grounds.pins)
         self.tell(resolution)
         return resolution
 
@@ -362,12 +442,12 @@ class Session:
                 except AdapterError as error:
                     self.rule_out(row[0].name, error)
             # The adapter failed, or the backend was taken out since: decide again on what there is now.
-            registry, _, policy, ruled_out, findings = self.grounds(facts, decision.policy)
-            decision = decide(registry, facts, decision.call, policy, ruled_out, findings)
+            grounds = self.grounds(facts, decision.policy)
+            decision = grounds.decide(decision.call)
             if decision.backend is None:
                 resolution = Resolution(decision)
                 raise NoBackendError(resolution.explain(), resolution) from self._cause(decision)
-            announce(decision, registry, facts)
+            announce(decision, grounds.registry, facts, grounds.evidence)
 
     def named_device(self, name: str, facts: Facts) -> str:
         """A device as a person names it: without an index it is the current one, as in torch."""
@@ -456,6 +536,14 @@ class Session:
 session = Session(os.environ)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=session.after_fork)
+
+
+def _named(field: str, policy: Policy, error: ConfigurationError) -> ConfigurationError:
+    """What is wrong with a file, with the setting that names it and the way out."""
+    origin = policy.origin.get(field, field)
+    fix = f"unset {origin}, or " if origin.startswith(PREFIX) else ""
+    command = {"profile": "tune gdn", "lock": "lock"}[field]
+    return ConfigurationError(f"{origin}: {error}; fix: {fix}python -m kernelreg {command} --output FILE")
 
 
 def _interned(policy: Policy) -> Override:

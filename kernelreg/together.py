@@ -13,13 +13,15 @@ import msgspec
 
 from kernelreg.call import Call
 from kernelreg.findings import Finding
+from kernelreg.lock import Pins
 from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
+from kernelreg.profile import Evidence
 from kernelreg.reasons import Reason, ReasonCode
 from kernelreg.registry import Registry
 from kernelreg.resolution import Resolution
-from kernelreg.resolver import Decision, Rank, decide, rank
+from kernelreg.resolver import Decision, Rank, decide, ranks
 
 #: The forms a state may have, the better first where kernels rank alike: float32 is not given up for speed.
 DTYPES = ("float32", "bfloat16")
@@ -124,28 +126,35 @@ def decide_together(
     policy: Policy,
     ruled_out: Mapping[str, Reason] | None = None,
     findings: Sequence[Finding] = (),
+    evidence: Evidence | None = None,
+    pins: Pins | None = None,
 ) -> JointDecision:
     """Choose the layout and dtype of the state on which the operations' kernels are best, taken together.
 
+    A form for which the lock file speaks comes before one for which it does not.
+
     Args:
-        registry, facts, policy, ruled_out, findings: as the resolver takes them.
+        registry, facts, policy, ruled_out, findings, evidence, pins: as the resolver takes them.
         calls: one for each operation. Where one says the state's dtype or layout, that is not chosen any more.
     """
     forms = list(product(_dtypes(calls), _layouts(calls)))
     decided = {
-        form: tuple(decide(registry, facts, _formed(call, form), policy, ruled_out, findings) for call in calls)
+        form: tuple(
+            decide(registry, facts, _formed(call, form), policy, ruled_out, findings, evidence, pins) for call in calls
+        )
         for form in forms
     }
 
-    def badness(form: _Form) -> tuple[bool, int, int, bool, bool, float]:
-        ranks = [_best(registry, facts, each) for each in decided[form]]
-        known = [each for each in ranks if each is not None]
+    def badness(form: _Form) -> tuple[bool, int, int, int, bool, bool, float]:
+        places = [_best(registry, facts, each, evidence) for each in decided[form]]
+        known = [each for each in places if each is not None]
         slowness = 1.0
         for each in known:
             slowness /= max(-each.slowness, 1e-9)
         return (
-            len(known) < len(ranks),
+            len(known) < len(places),
             sum(each.wish for each in known),
+            sum(pins is not None and pins.pin(each.call, facts) is None for each in decided[form]),
             DTYPES.index(form[0]) if form[0] in DTYPES else 0,
             any(each.slow for each in known),
             any(each.unmeasured for each in known),
@@ -180,9 +189,9 @@ def _formed(call: Call, form: _Form) -> Call:
     )
 
 
-def _best(registry: Registry, facts: Facts, decision: Decision) -> Rank | None:
-    row = registry.find(decision.backend or "", decision.operation, decision.kernel or "")
-    return None if row is None else rank(*row, facts, decision.call, decision.policy)
+def _best(registry: Registry, facts: Facts, decision: Decision, evidence: Evidence | None) -> Rank | None:
+    places = ranks(registry, facts, decision.call, decision.policy, evidence)
+    return places.get((decision.backend or "", decision.kernel or ""))
 
 
 def _mismatches(decided: Mapping[_Form, tuple[Decision, ...]]) -> Iterable[Mismatch]:

@@ -135,8 +135,8 @@ def test_a_policy_argument_is_the_whole_policy(monkeypatch: pytest.MonkeyPatch) 
         ("KERNELREG_STRICT", "maybe", "accepted: 1/0, true/false, on/off, yes/no"),
         ("KERNELREG_PLUGINS", "none", "accepted: 1/0, true/false, on/off, yes/no"),
         ("KERNELREG_LOG", "DEBG", "did you mean 'DEBUG'?"),
-        ("KERNELREG_LOCK", "kernels.lock", "does not read it yet"),
-        ("KERNELREG_PROFILE", "h200.json", "does not read it yet"),
+        ("KERNELREG_LOCK", "kernels.lock", "kernels.lock: No such file"),
+        ("KERNELREG_PROFILE", "h200.json", "h200.json: No such file"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_accepted(

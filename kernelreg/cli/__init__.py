@@ -76,14 +76,14 @@ def _drop_unwritten(*streams: TextIO | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kernelreg.cli import backends, doctor, facts, resolve, verify
+    from kernelreg.cli import backends, bench, doctor, facts, lock, resolve, tune, verify
 
     parser = argparse.ArgumentParser(
         prog="kernelreg", description="Which Gated Delta Net kernel runs here, and why not the others."
     )
     parser.add_argument("--version", action="version", version=f"kernelreg {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (doctor, resolve, facts, backends, verify):
+    for command in (doctor, resolve, facts, backends, verify, tune, bench, lock):
         each = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--facts", metavar="FILE", help="a saved facts file instead of this machine")

@@ -82,9 +82,10 @@ def run(words: argparse.Namespace, registry: Registry, required: list[tuple[str,
 def _message(words: argparse.Namespace, table: Table, registry: Registry) -> Message:
     facts, trouble = _facts_and_trouble(words)
     policy, errors, _ = session.environment_policy()
-    grounds = Grounds(registry, facts, policy, {}, session.findings(facts))
+    evidence, pins, refused = session.files(policy, facts)
+    grounds = Grounds(registry, facts, policy, {}, session.findings(facts), evidence, pins)
     calls = [make_call(operation, _device(facts), features=features) for operation, features in _LOOKS]
-    told = [*(each.error for each in trouble), *map(str, errors)]
+    told = [*(each.error for each in trouble), *map(str, (*errors, *refused))]
     return message_of(table.rank, [(grounds, call) for call in calls], trouble=told)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -29,6 +30,25 @@ def warn_of_environment() -> None:
     _, errors, warnings = session.environment_policy()
     for each in (*errors, *warnings):
         complain(f"warning: {each}")
+
+
+def set_aside(*variables: str) -> None:
+    """Take variables out of this process and its children: of no matter to the command, or what it makes anew."""
+    named = [name for name in variables if os.environ.pop(name, None)]
+    if named:
+        session.refresh()
+
+
+def on_this_machine(words: argparse.Namespace, command: str) -> None:
+    """See that the machine to speak of is the one at hand.
+
+    Raises:
+        ConfigurationError: a facts file is named in its place.
+    """
+    if words.facts is not None:
+        raise ConfigurationError(f"{command} runs kernels on this machine; --facts is for the other commands")
+    if os.environ.get("KERNELREG_FACTS", "").strip():
+        raise ConfigurationError(f"{command} runs kernels on this machine; fix: unset KERNELREG_FACTS")
 
 
 def devices_of(facts: Facts) -> tuple[Device, ...]:
@@ -105,6 +125,21 @@ def working(on: str) -> Iterator[None]:
 
     with Console(stderr=True).status(on):
         yield
+
+
+@contextmanager
+def progress(total: int, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error, where a person sees it; gives what to call, with a description, as each part is done."""
+    if quiet or not on_terminal(sys.stderr):
+        yield lambda description: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("the first calls compile", total=total)
+        yield lambda description: bar.update(task, advance=1, description=description)
 
 
 def write(text: str) -> None:

@@ -126,6 +126,8 @@ def examine(
     """
     policy, errors, warnings = session.environment_policy()
     findings = session.findings(facts)
+    evidence, pins, refused = session.files(policy, facts)
+    errors += refused
     trouble = [*trouble, *(Problem(source="configuration", error=encodable(str(each))) for each in errors)]
 
     def decided(ruled_out: Mapping[str, Reason]) -> list[Decision]:
@@ -134,7 +136,7 @@ def examine(
             for device in devices_of(facts)
             for operation, features in _LOOKS
         ]
-        return [decide(registry, facts, call, policy, ruled_out, findings) for call in calls]
+        return [decide(registry, facts, call, policy, ruled_out, findings, evidence, pins) for call in calls]
 
     decisions, adapters = decided({}), None
     if limit is not None:
@@ -327,6 +329,11 @@ def _overrides(policy: Policy) -> list[str]:
     said += [
         f"{policy.origin[field]}: {field} {', '.join(getattr(policy, field))}"
         for field in ("prefer", "disable")
+        if getattr(policy, field)
+    ]
+    said += [
+        f"{policy.origin[field]}: {text} {getattr(policy, field)}"
+        for field, text in (("profile", "ranked by"), ("lock", "pinned by"))
         if getattr(policy, field)
     ]
     return said + ([f"{policy.origin['strict']}: no fallback at run time"] if policy.strict else [])

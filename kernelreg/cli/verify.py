@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kernelreg.call import make_call
-from kernelreg.cli._shared import complain, console, known_backend, on_terminal, seconds, write
-from kernelreg.errors import ConfigurationError, KernelregError, encodable
+from kernelreg.cli._shared import complain, console, known_backend, on_this_machine, progress, seconds, write
+from kernelreg.errors import KernelregError, encodable
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
 from kernelreg.policy import Policy
@@ -74,12 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(words: argparse.Namespace) -> int:
     """0 when nothing was wrong, 1 when something was or a backend that was asked for cannot run, 2 for wrong usage."""
-    if words.facts is not None:
-        raise ConfigurationError("verify runs kernels on this machine; --facts is for the other commands")
-    if os.environ.get("KERNELREG_FACTS", "").strip():
-        raise ConfigurationError("verify runs kernels on this machine; fix: unset KERNELREG_FACTS")
-    policy = session.policy()  # a variable that is wrong is said before anything runs
-    facts = session.facts()
+    on_this_machine(words, NAME)
+    facts = session.grounds().facts  # a variable or a file that is wrong is said before anything runs
     if words.forget:
         known = forget_record(facts.fingerprint)
         text = "forgotten" if known else "nothing was known of this machine"
@@ -90,24 +83,46 @@ def run(words: argparse.Namespace) -> int:
     for name in words.backend or ():
         known_backend(f"--backend {name}", name, names)
     device = words.device or session.default_device(facts)
-    runnable, left = _usable(facts, wanted, words.backend or names, device, policy)
-    outcomes, kept = _judge(runnable, device, words.limit, facts.fingerprint, quiet=words.json)
-    report = Report(
-        ok=not any(each.status == "wrong" for each in outcomes)
-        and bool(outcomes)
-        and not _idle(outcomes)
-        and not (words.backend and left),
-        device=device,
-        fingerprint=facts.fingerprint,
-        outcomes=outcomes,
-        left_out=left,
-        kept=kept,
+    report = examine(
+        facts, wanted, words.backend or names, device, words.limit, all_of_them=bool(words.backend), quiet=words.json
     )
     if words.json:
         write(msgspec.json.format(msgspec.json.encode(report, order="deterministic"), indent=2).decode())
     else:
         _show(report, console())
     return 0 if report.ok else 1
+
+
+def examine(
+    facts: Facts,
+    operations: Sequence[str],
+    backends: Sequence[str],
+    device: str,
+    limit: float,
+    *,
+    all_of_them: bool = False,
+    quiet: bool = False,
+) -> Report:
+    """Judge the backends, keep what was found, and report it.
+
+    Args:
+        limit: seconds for each backend.
+        all_of_them: one that cannot run here is not ok.
+        quiet: without a bar.
+    """
+    runnable, left = _usable(facts, operations, backends, device, session.policy())
+    outcomes, kept = _judge(runnable, device, limit, facts.fingerprint, quiet=quiet)
+    return Report(
+        ok=not any(each.status == "wrong" for each in outcomes)
+        and bool(outcomes)
+        and not _idle(outcomes)
+        and not (all_of_them and left),
+        device=device,
+        fingerprint=facts.fingerprint,
+        outcomes=outcomes,
+        left_out=left,
+        kept=kept,
+    )
 
 
 def _idle(outcomes: tuple[Outcome, ...]) -> list[str]:
@@ -118,7 +133,7 @@ def _idle(outcomes: tuple[Outcome, ...]) -> list[str]:
 
 
 def _usable(
-    facts: Facts, wanted: list[str], backends: tuple[str, ...] | list[str], device: str, policy: Policy
+    facts: Facts, wanted: Sequence[str], backends: Sequence[str], device: str, policy: Policy
 ) -> tuple[list[tuple[str, str]], tuple[Left, ...]]:
     """The (operation, backend) pairs that can run on the device, and why the others cannot.
 
@@ -153,10 +168,10 @@ def _judge(
     outcomes: list[Outcome] = []
     kept: str | None = None
     unkept: dict[str, None] = {}
-    with _progress(sum(counts[operation] for operation, _ in pairs), quiet) as advance:
+    with progress(sum(counts[operation] for operation, _ in pairs), quiet=quiet) as advance:
         for operation, backend in pairs:
             task = Task(operation=operation, backend=backend, device=device, sizes=sizes, draws=_DRAWS, skip=0)
-            found = run_backend(task, limit, counts[operation], advance)
+            found = run_backend(task, limit, counts[operation], lambda done: advance(_told(done)))
             outcomes += found
             try:
                 kept = _keep(fingerprint, tuple(found))
@@ -167,21 +182,8 @@ def _judge(
     return tuple(outcomes), None if unkept else kept
 
 
-@contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[Any]:
-    """A bar on standard error, where a person sees it."""
-    if quiet or not on_terminal(sys.stderr):
-        yield lambda outcome: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("the first calls compile", total=total)
-        yield lambda outcome: progress.update(
-            task, advance=1, description=f"{outcome.operation} {outcome.backend}: {outcome.case}"
-        )
+def _told(outcome: Outcome) -> str:
+    return f"{outcome.operation} {outcome.backend}: {outcome.case}"
 
 
 def _keep(fingerprint: str, outcomes: tuple[Outcome, ...]) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from kernelreg.decoding import decode_json, read_bytes
 from kernelreg.errors import ConfigurationError, FactsError, path_of
+from kernelreg.writing import write_whole
 
 Index = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -154,16 +155,7 @@ class Facts(_Record, frozen=True, kw_only=True):
             FactsError: the file cannot be written; names it and the cause.
             ConfigurationError: ``path`` is no path.
         """
-        target = path_of("Facts.save", path)
-        try:
-            draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-            try:
-                draft.write_text(self.to_json() + "\n", encoding="utf-8")
-                draft.replace(target)
-            finally:
-                draft.unlink(missing_ok=True)
-        except (OSError, ValueError) as cause:  # no file's name has a NUL, or is empty
-            raise FactsError(f"{target}: {getattr(cause, 'strerror', None) or cause}") from cause
+        write_whole(path_of("Facts.save", path), self.to_json() + "\n", FactsError)
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as plain data, as in a facts file."""

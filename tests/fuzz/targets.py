@@ -23,15 +23,20 @@ from kernelreg.decoding import MAX_BYTES as FILE_BYTES
 from kernelreg.decoding import decode_json, decode_toml
 from kernelreg.descriptor import MAX_BYTES as DESCRIPTOR_BYTES
 from kernelreg.descriptor import Descriptor, make_descriptor
-from kernelreg.errors import DescriptorError, FactsError, KernelregError, encodable
+from kernelreg.errors import ConfigurationError, DescriptorError, FactsError, KernelregError, encodable
+from kernelreg.lock import MAX_BYTES as LOCK_BYTES
+from kernelreg.lock import Lock, Pins
 from kernelreg.machine.model import Device, Facts, Problem
 from kernelreg.machine.tools import detect_tools
 from kernelreg.machine.visible import Card, select_visible
 from kernelreg.policy import VARIABLES, Policy, read_environment
+from kernelreg.profile import MAX_BYTES as PROFILE_BYTES
+from kernelreg.profile import Evidence, Profile, check_names
 from kernelreg.registry import Backend, Registry, discover
 from kernelreg.requirements import known_bad_reasons
 from kernelreg.resolution import Resolution
 from kernelreg.resolver import decide, judge
+from kernelreg.series import series_of
 from kernelreg.verify.records import Record
 from kernelreg.versions import parse_range, parse_version, satisfies
 
@@ -174,6 +179,34 @@ def run_facts(data: bytes) -> None:
     for operation in ("gdn.chunk", "gdn.recurrent"):
         for device in ("cpu", "cuda:0"):
             _told(_registry(), facts, make_call(operation, device, tokens=1, features={"varlen"}), Policy())
+
+
+def run_profile(data: bytes) -> None:
+    profile = decode_json(data, Profile, source="fuzz", error=ConfigurationError)
+    again = decode_json(profile.to_json().encode(), Profile, source="fuzz", error=ConfigurationError)
+    _check(again == profile, "a profile reads back equal")
+    evidence = Evidence(profile, "fuzz")
+    for facts in _machines()[:2]:
+        profile.setup.changes(facts)
+        for size in (None, 1, 4096):
+            call = make_call("gdn", "cuda:0", tokens=size, sequences=size, heads=16, value_heads=32)
+            Resolution(decide(_registry(), facts, call, Policy(), evidence=evidence)).explain()
+    for operation in ("gdn.chunk", "gdn.recurrent"):
+        evidence.edges(operation)
+    list(map(str, series_of(profile)))
+    check_names(profile, _registry())
+
+
+def run_lock(data: bytes) -> None:
+    lock = decode_json(data, Lock, source="fuzz", error=ConfigurationError)
+    again = decode_json(lock.to_json().encode(), Lock, source="fuzz", error=ConfigurationError)
+    _check(again == lock, "a lock file reads back equal")
+    pins = Pins(lock, "fuzz")
+    for facts in _machines()[:2]:
+        lock.setup.changes(facts)
+        call = make_call("gdn", "cuda:0", tokens=4096, heads=16, value_heads=32)
+        Resolution(decide(_registry(), facts, call, Policy(), pins=pins)).explain()
+    pins.edges("gdn.chunk")
 
 
 def run_resolution(data: bytes) -> None:
@@ -352,6 +385,23 @@ _RECORD = (
     '"backend":"fla","device":"cuda:0","kernel":"triton","status":"right","errors":{"o":1e-4}}]}'
 )
 
+_SETUP = (
+    '{"kernelreg":"0.1.0","platform":"Linux x86_64","type":"cuda","card":"NVIDIA H200","compute_capability":"9.0",'
+    '"driver":"580.159.04","torch":"2.11.0+cu130","packages":{"triton":"3.6.0","flash-qla":null}}'
+)
+_SHAPE = '"operation":"gdn.chunk","dtype":"bfloat16","heads":16,"value_heads":32,"head_dim_k":128,"head_dim_v":128'
+_PROFILE = (
+    f'{{"schema":1,"date":"2026-12-04","fingerprint":"0","setup":{_SETUP},"points":[{{{_SHAPE},"features":["varlen"],'
+    '"tokens":4096,"sequences":8,"timings":[{"backend":"fla","kernel":"triton","median_us":41.5,"spread_us":1.0,'
+    f'"repeats":7}}],"failures":[{{"backend":"torch","kernel":"chunk","reason":"made up"}}]}},{{{_SHAPE},"features":[],'
+    '"tokens":1,"sequences":1,"timings":[{"backend":"torch","kernel":"chunk","median_us":1,"spread_us":0,"repeats":1}]}]}'
+)
+_LOCK = (
+    f'{{"schema":1,"models":["qwen3.5-9b"],"tp":[1,2],"setup":{_SETUP},"versions":{{"fla":{{"torch":"2.11.0+cu130",'
+    f'"triton":null}}}},"pins":[{{{_SHAPE},"gate_dtype":"float32","state_dtype":"float32","features":["varlen"],'
+    '"tokens":{"min":64,"max":4096},"sequences":{"min":1},"backend":"fla","kernel":"triton"}]}'
+)
+
 _ENVIRONMENT_BYTES = 128 << 10  # Linux: MAX_ARG_STRLEN, one variable with its value
 
 _ALL = (
@@ -438,6 +488,24 @@ _ALL = (
         seeds=_texts(_RECORD),
         longest=FILE_BYTES,
         share=80,
+        json=True,
+    ),
+    Target(
+        name="profile",
+        run=run_profile,
+        words=(*_keys(Profile), *_JSON, *_NAMES, *_FEATURES, *ODD),
+        seeds=_texts(_PROFILE),
+        longest=PROFILE_BYTES,
+        share=10,
+        json=True,
+    ),
+    Target(
+        name="lock",
+        run=run_lock,
+        words=(*_keys(Lock), *_JSON, *_NAMES, *_FEATURES, *ODD),
+        seeds=_texts(_LOCK),
+        longest=LOCK_BYTES,
+        share=10,
         json=True,
     ),
     Target(

@@ -1,0 +1,190 @@
+"""What ``tune`` and ``bench`` share: what to measure, and measuring it with a bar. Torch is imported when it begins."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from kernelreg.cli._layers import add_layer_arguments, integers, shapes_of, words, workloads_of
+from kernelreg.cli._shared import known_backend, on_this_machine, progress, seconds, set_aside
+from kernelreg.errors import ConfigurationError, KernelregError
+from kernelreg.machine import CPU, Device, Facts
+from kernelreg.machine.setup import setup_of
+from kernelreg.profile import Point, Profile, Row
+from kernelreg.session import Grounds, session
+from kernelreg.workloads import Spot, spots
+
+#: Where nothing else is asked for. A CPU takes a thousand times as long.
+_TOKENS = {"cpu": [64, 256, 1024], "": [256, 1024, 2048, 4096, 8192, 16384, 32768]}
+_BATCHES = {"cpu": [1, 8], "": [1, 8, 32, 64, 128, 256]}
+_SEQUENCES = [2, 8]
+#: Seconds after which what has been measured is told again, to be kept.
+_OFTEN = 20.0
+
+
+def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whose calls, how many tokens they have, and how much is measured of each."""
+    parser.add_argument("operation", nargs="*", metavar="OP", help="gdn for all, gdn.chunk or gdn.recurrent")
+    add_layer_arguments(parser)
+    parser.add_argument("--tokens", type=integers, metavar="T,…", help="of prefill and training: 256 to 32768 on a GPU")
+    parser.add_argument("--batch", type=integers, metavar="B,…", help="sequences of a decode step: 1 to 256 on a GPU")
+    parser.add_argument("--sequences", type=integers, metavar="N,…", help="in a packed row (2,8)")
+    parser.add_argument("--backend", type=words, metavar="B,…", help="these backends alone")
+    parser.add_argument("--device", help="the device to measure; the current accelerator, else cpu, if not given")
+    parser.add_argument("--no-captured", action="store_true", help="no replays of CUDA graphs")
+    parser.add_argument("--repeats", type=integers, default=[7], metavar="N", help="rounds of each point (7)")
+    parser.add_argument("--seconds", type=seconds, default=0.02, metavar="S", help="of a kernel's round (0.02)")
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure, on what."""
+
+    facts: Facts
+    device: Device
+    backends: tuple[str, ...]
+    spots: tuple[Spot, ...]
+    repeats: int
+    seconds: float
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Those that are measured."""
+        return tuple(dict.fromkeys(each.workload.operation for each in self.spots))
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured.
+
+    Attributes:
+        profile: every point that has a time.
+        refused: the kernels that took none of the calls, each with its first reason.
+        cut: why not all was measured, where it was not.
+    """
+
+    profile: Profile
+    refused: dict[Row, str]
+    cut: str | None = None
+
+
+def job_of(given: argparse.Namespace, command: str) -> Job:
+    """What was asked for.
+
+    Raises:
+        ConfigurationError: an unknown name, a shape that cannot be, a device that is not there.
+    """
+    on_this_machine(given, command)
+    set_aside("KERNELREG_PROFILE", "KERNELREG_LOCK")  # every kernel is measured, whichever is chosen
+    workloads = workloads_of(given, given.operation or ["gdn"])
+    shapes = shapes_of(given)
+    if len(given.repeats) > 1:
+        raise ConfigurationError(f"--repeats {','.join(map(str, given.repeats))}; accepted: one number")
+    names = session.registry().names()
+    for name in given.backend or ():
+        known_backend(f"--backend {name}", name, names)
+    session.policy()  # a variable that is wrong is said before anything runs
+    facts = session.facts()
+    where = session.default_device(facts) if given.device is None else session.named_device(given.device, facts)
+    device = facts.device(where)
+    if device is None or device.type == "meta":
+        there = ", ".join(dict.fromkeys(each.torch_name for each in (*facts.devices, CPU)))
+        raise ConfigurationError(f"--device {given.device}: not there; accepted: {there}")
+    if facts.torch is None:
+        raise ConfigurationError(f"{command} needs torch; fix: pip install torch")
+    kind = "cpu" if device.type == "cpu" else ""
+    planned = spots(
+        workloads,
+        shapes,
+        dtype=given.dtype,
+        tokens=given.tokens or _TOKENS[kind],
+        batches=given.batch or _BATCHES[kind],
+        sequences=given.sequences or _SEQUENCES,
+        captured=device.torch_name.startswith("cuda") and not given.no_captured,
+    )
+    return Job(
+        facts=facts,
+        device=device,
+        backends=tuple(given.backend or names),
+        spots=tuple(planned),
+        repeats=given.repeats[0],
+        seconds=given.seconds,
+    )
+
+
+def carry_out(job: Job, *, quiet: bool, keep: Callable[[Profile], object] = lambda profile: None) -> Result:
+    """Measure all of it.
+
+    Args:
+        quiet: without a bar.
+        keep: called with what there is every now and then, and at the end, also where that comes early.
+    """
+    from kernelreg.measure import Effort, measure
+
+    grounds = session.grounds(job.facts)
+    effort = Effort(job.repeats, job.seconds)
+    points: list[Point] = []
+    refused: dict[Row, str] = {}
+    cut: str | None = None
+    kept = time.monotonic()
+    with progress(len(job.spots), quiet=quiet) as advance:
+        try:
+            for spot in job.spots:
+                found = measure(spot, grounds, job.device.torch_name, job.backends, effort)
+                points += [found.point] if found.point is not None else []
+                refused |= {row: reason for row, reason in found.refused.items() if row not in refused}
+                advance(str(spot))
+                if time.monotonic() - kept > _OFTEN:
+                    kept = time.monotonic()
+                    keep(_profile(job, grounds, points))
+        except KernelregError as error:
+            cut = str(error)
+        finally:
+            if points:
+                keep(_profile(job, grounds, points))
+    seen = {each.row for point in points for each in point.all}
+    return Result(
+        profile=_profile(job, grounds, points),
+        refused={row: reason for row, reason in refused.items() if row not in seen},
+        cut=cut,
+    )
+
+
+def _profile(job: Job, grounds: Grounds, points: Sequence[Point]) -> Profile:
+    """The points as a profile, with the packages of every backend that was measured."""
+    return Profile(
+        date=datetime.date.today().isoformat(),
+        fingerprint=job.facts.fingerprint,
+        setup=setup_of(
+            job.facts, job.device, _packages(grounds, {each.backend for point in points for each in point.all})
+        ),
+        points=tuple(points),
+    )
+
+
+def _packages(grounds: Grounds, backends: Collection[str]) -> set[str]:
+    return {name for each in grounds.registry.backends if each.name in backends for name in each.descriptor.packages}
+
+
+def left_out(result: Result) -> list[str]:
+    """The kernels that took none of the calls, those of one backend with one reason together."""
+    kernels: dict[tuple[str, str], list[str]] = {}
+    for (backend, kernel), reason in sorted(result.refused.items()):
+        kernels.setdefault((backend, reason), []).append(kernel)
+    return [f"not measured: {backend} {', '.join(each)}: {reason}" for (backend, reason), each in kernels.items()]
+
+
+def check_output(path: str) -> None:
+    """See that a file can be put there, before anything long begins.
+
+    Raises:
+        ConfigurationError: its folder is not there, or may not be written.
+    """
+    folder = os.path.dirname(path) or "."  # noqa: PTH120
+    if not os.access(folder, os.W_OK) or os.path.isdir(path):  # noqa: PTH112
+        raise ConfigurationError(
+            f"--output {path}: cannot be written there; accepted: a file in a folder that is there"
+        )
