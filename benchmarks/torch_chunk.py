@@ -154,12 +154,11 @@ def main() -> int:
     lines = [
         f"# The torch backend beside transformers' PyTorch kernels, {datetime.date.today().isoformat()}",
         "",
-        f"Made by `python {' '.join(sys.argv)}`: H = HV = {HEADS}, K = V = {SIZE}, no gradients. Both sides in turn in "
-        f"one process, {arguments.rounds} rounds, each once untimed before it is timed; times are medians, ± the middle "
-        "half of the rounds over the median; "
-        "× is transformers' median over kernelreg's. Errors are ‖x − ref‖ / ‖ref‖ against the float64 recurrence; "
-        "memory is the most MiB of tensors alive at once in a call, its results with them. Pairs are transformers', "
-        "kernelreg's.",
+        f"Made by `python {' '.join(sys.argv)}`: H = HV = {HEADS}, K = V = {SIZE}, no gradients. Both sides in turn "
+        f"in one process, {arguments.rounds} rounds, each once untimed before it is timed. Times are medians, ± the "
+        "middle half of the rounds over the median; × is transformers' median over kernelreg's. Errors are "
+        "‖x − ref‖ / ‖ref‖ against the float64 recurrence; memory is the most MiB of tensors alive at once in a call, "
+        "its results with them. Pairs are transformers', kernelreg's.",
         "",
         f"{where}; load average at the start {os.getloadavg()[0]:.1f}; Python {sys.version.split()[0]}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}.",
