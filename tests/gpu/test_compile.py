@@ -1,0 +1,86 @@
+"""``torch.compile(fullgraph=True)`` around each backend's kernels: no graph break, few graphs, right numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kernelreg
+from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from kernelreg.ops import operation_named
+from kernelreg.testing.plugin import Record
+from tests.gdn_cases import Call, expected, gdn_call, leaves, relative
+
+FORWARD = ("torch", "fla", "flash_qla", "flashinfer")
+BACKWARD = ("torch", "fla", "flash_qla")
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[object]]:
+    """The function in one graph for each kind of call, and the graphs as they come."""
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def run(**call: Any) -> Any:
+        return function(**call)
+
+    return torch.compile(run, fullgraph=True, backend=backend), graphs
+
+
+def call_of(T: int, edges: list[int] | None = None) -> Call:
+    return gdn_call(T=T, edges=edges, H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("backend", FORWARD)
+def test_lengths_share_a_graph(backend: str, record: Record) -> None:
+    run, graphs = counted(chunk_gated_delta_rule)
+    bound = operation_named("gdn").tolerances["bfloat16"].forward
+    errors = []
+    with kernelreg.use(backend=backend), torch.no_grad():
+        for T in (100, 130, 200, 256, 300):
+            call = call_of(T)
+            errors += [relative(*pair) for pair in zip(run(**call), expected(call), strict=True)]
+        packed = call_of(300, [0, 40, 120, 300])
+        errors += [relative(*pair) for pair in zip(run(**packed), expected(packed), strict=True)]
+    assert max(errors) <= bound
+    assert len(graphs) <= 3  # the first length, all lengths, packed
+    record("torch.compile: five lengths and a packed batch", backend, f"{len(graphs)} graphs, {max(errors):.1e}")
+
+
+@pytest.mark.parametrize("backend", ["torch", "fla", "flashinfer"])
+def test_decode_in_a_graph(backend: str, record: Record) -> None:
+    run, graphs = counted(fused_recurrent_gated_delta_rule)
+    call = call_of(1)
+    wanted = expected(call)
+    with kernelreg.use(backend=backend), torch.no_grad():
+        errors = [relative(*pair) for pair in zip(run(**call), wanted, strict=True)]
+    assert max(errors) <= operation_named("gdn.recurrent").tolerances["bfloat16"].forward
+    record("torch.compile: decode", backend, f"{len(graphs)} graph, {max(errors):.1e}")
+
+
+@pytest.mark.parametrize("backend", BACKWARD)
+def test_gradients_in_a_graph(backend: str, record: Record) -> None:
+    grads = []
+    run = torch.compile(lambda **call: chunk_gated_delta_rule(**call), fullgraph=True, backend="aot_eager")
+    for function in (run, chunk_gated_delta_rule):
+        call = call_of(200)
+        inputs = leaves(call)
+        with kernelreg.use(backend=backend):
+            o, final = function(**call)
+            assert final is not None
+            loss = o.float().square().sum() + final.square().sum()
+            grads.append(torch.autograd.grad(loss, list(inputs.values())))
+    errors = [relative(value, wanted) for value, wanted in zip(*grads, strict=True)]
+    assert max(errors) <= operation_named("gdn").tolerances["bfloat16"].forward
+    record("torch.compile: gradients beside the eager call's", backend, f"{max(errors):.1e}")
