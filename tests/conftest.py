@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,11 @@ hypothesis.settings.load_profile("untimed")
 
 # The tensors of the tests are small: torch's threads would only wait for each other. Children inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell's background jobs and nohup ignore these, and so would every child whose end by them is tested.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
