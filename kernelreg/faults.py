@@ -14,6 +14,10 @@ _LENGTH = 300
 #: What would move the cursor, hide text or end the line: a message is data and not the terminal's commands.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+#: How a program in C begins, with which TileLang's errors begin as well, and how nvcc and others complain of one.
+_SOURCE = re.compile(r"#|//|/\*|extern ")
+_COMPLAINT = re.compile(r"\b(?:fatal|error)\s*: *\S")
+
 
 def fault_of(error: BaseException) -> str:
     """The error and what caused it, outermost first: ``ImportError: a ← OSError: libfoo.so: cannot open``.
@@ -33,9 +37,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The first line that says something, cut short and printable."""
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    return printable(first.strip()[:_LENGTH])
+    """The first line that says something, cut short and printable; where that is C source, the compiler's complaint."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    found = lines[0]
+    if _SOURCE.match(found):
+        found = next(filter(_COMPLAINT.search, lines), found)
+    return printable(found[:_LENGTH])
 
 
 def last_line(text: str) -> str:

@@ -342,8 +342,9 @@ def _settle(options: Options, state_v_first: bool) -> bool:
         if name not in Options.__annotations__:
             raise TypeError(unknown_name("keyword", name, Options.__annotations__))
     words: Mapping[str, object] = options
-    for name in _FLAGS & words.keys():
-        yes_or_no(name, words[name])
+    for name in words:
+        if name in _FLAGS:
+            yes_or_no(name, words[name])
     if options.pop("cp_context", None) is not None:
         raise CallError("cp_context is FLA's context parallelism, which this contract does not have; accepted: None")
     if options.pop("head_first", False):

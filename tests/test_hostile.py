@@ -514,3 +514,16 @@ def test_the_docs_have_a_row_for_each_case_and_no_other() -> None:
     for case, (_, said) in DISCOVERY.items():
         assert told[case][0] == "left out"
         assert said.strip() in told[case][1].replace("`", ""), case
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("#include <tl.h>\n#error no\nint x;\nCompilation error:\nnvcc fatal : no gcc\n", "nvcc fatal : no gcc"),
+        ("#include <tl.h>\nint x;\nk.cu(2): error: identifier y\n", "k.cu(2): error: identifier y"),
+        ("#include <tl.h>\nint x;\n", "#include <tl.h>"),
+        ("no such file\nerror: later", "no such file"),
+    ],
+)
+def test_of_an_error_that_shows_its_source_the_complaint_is_told(text: str, told: str) -> None:
+    assert fault_of(RuntimeError(text)) == f"RuntimeError: {told}"
