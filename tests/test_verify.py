@@ -375,6 +375,7 @@ def test_a_registered_backend_is_left_out_with_the_reason(backend: Any, capsys: 
         (("--backend", "mine"), "not those that a program gives to kernelreg.register()"),
         (("--facts", "x.json"), "verify runs kernels on this machine"),
         (("--limit", "soon"), "--limit"),
+        (("--device", "meta"), "no data to judge"),
     ],
 )
 def test_wrong_words_are_usage_errors(verify: Any, words: tuple[str, ...], told: str) -> None:

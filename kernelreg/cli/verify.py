@@ -12,7 +12,7 @@ import msgspec
 
 from kernelreg.call import make_call
 from kernelreg.cli._shared import complain, console, known_backend, on_this_machine, progress, seconds, write
-from kernelreg.errors import KernelregError, encodable
+from kernelreg.errors import ConfigurationError, KernelregError, encodable
 from kernelreg.machine import Facts
 from kernelreg.ops import operation_named, operations
 from kernelreg.policy import Policy
@@ -83,6 +83,10 @@ def run(words: argparse.Namespace) -> int:
     for name in words.backend or ():
         known_backend(f"--backend {name}", name, names)
     device = words.device or session.default_device(facts)
+    if device.partition(":")[0] == "meta":
+        raise ConfigurationError(
+            f"--device {device}: its tensors have no data to judge; accepted: a device that computes"
+        )
     report = examine(
         facts, wanted, words.backend or names, device, words.limit, all_of_them=bool(words.backend), quiet=words.json
     )
