@@ -115,6 +115,18 @@ def decode_json(data: bytes, kind: type[T], *, source: str, error: type[Kernelre
     return _convert(parsed, kind, source, error)
 
 
+def read_json(path: Path, kind: type[T], error: type[KernelregError], *, limit: int = MAX_BYTES) -> T:
+    """A file of JSON of the given type.
+
+    Args:
+        limit: how many bytes it may have.
+
+    Raises:
+        error: unreadable, not JSON, an unknown or missing key, a value out of range; names file and key.
+    """
+    return decode_json(read_bytes(path, error, limit=limit), kind, source=os.fspath(path), error=error)
+
+
 def _convert(parsed: object, kind: type[T], source: str, error: type[KernelregError]) -> T:
     try:
         return msgspec.convert(parsed, kind, str_keys=True)

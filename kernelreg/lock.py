@@ -15,7 +15,7 @@ import msgspec
 
 from kernelreg._version import __version__
 from kernelreg.call import Call
-from kernelreg.decoding import ONE_LINE, decode_json, read_bytes
+from kernelreg.decoding import ONE_LINE, read_json
 from kernelreg.descriptor import Dtype, Span
 from kernelreg.errors import ConfigurationError, unknown_name
 from kernelreg.kinds import kind_features, told_kind
@@ -144,8 +144,7 @@ def load_lock(path: str | os.PathLike[str]) -> Lock:
     Raises:
         ConfigurationError: unreadable, not JSON, an unknown or missing key, a value out of range; names file and key.
     """
-    data = read_bytes(Path(path), ConfigurationError, limit=MAX_BYTES)
-    return decode_json(data, Lock, source=os.fspath(path), error=ConfigurationError)
+    return read_json(Path(path), Lock, ConfigurationError, limit=MAX_BYTES)
 
 
 class Pins:

@@ -19,7 +19,7 @@ import msgspec
 
 from kernelreg._version import __version__
 from kernelreg.call import Call
-from kernelreg.decoding import ONE_LINE, decode_json, read_bytes
+from kernelreg.decoding import ONE_LINE, read_json
 from kernelreg.errors import ConfigurationError, unknown_name
 from kernelreg.kinds import kind_features, told_kind
 from kernelreg.machine.model import Device, Facts
@@ -185,8 +185,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     Raises:
         ConfigurationError: unreadable, not JSON, an unknown or missing key, a value out of range; names file and key.
     """
-    data = read_bytes(Path(path), ConfigurationError, limit=MAX_BYTES)
-    return decode_json(data, Profile, source=os.fspath(path), error=ConfigurationError)
+    return read_json(Path(path), Profile, ConfigurationError, limit=MAX_BYTES)
 
 
 class Evidence:
@@ -200,6 +199,8 @@ class Evidence:
     def __init__(self, profile: Profile, name: str) -> None:
         self.profile = profile
         self.name = name
+        #: Each kernel that it has a time of, or that failed, once, with its operation.
+        self.rows = tuple(dict.fromkeys((point.operation, each.row) for point in profile.points for each in point.all))
         groups: dict[tuple[object, ...], list[Point]] = {}
         for point in profile.points:
             if point.timings:
@@ -278,14 +279,13 @@ def _edges(sizes: Iterable[int]) -> set[int]:
     return {math.isqrt(one * other) + 1 for one, other in pairwise(sorted(sizes))}
 
 
-def check_names(profile: Profile, registry: Registry) -> None:
+def check_names(evidence: Evidence, registry: Registry) -> None:
     """See that every kernel of the profile is there.
 
     Raises:
         ConfigurationError: a backend or kernel that is not; names the nearest.
     """
-    told = dict.fromkeys((point.operation, each.row) for point in profile.points for each in point.all)
-    for operation, (backend, kernel) in told:
+    for operation, (backend, kernel) in evidence.rows:
         if backend not in registry.names():
             raise ConfigurationError(unknown_name("backend", backend, registry.names()))
         kernels = [each.name for owner, each in registry.kernels(operation) if owner.name == backend]

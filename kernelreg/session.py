@@ -229,7 +229,7 @@ class Session:
         if changes:
             raise ConfigurationError(f"{path}: measured elsewhere: {'; '.join(map(str, changes))}")
         try:
-            check_names(evidence.profile, self.registry())
+            check_names(evidence, self.registry())
         except ConfigurationError as error:
             raise self.with_hint(ConfigurationError(f"{path}: {error}")) from None
         return evidence

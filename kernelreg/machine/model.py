@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kernelreg.decoding import decode_json, read_bytes
+from kernelreg.decoding import read_json
 from kernelreg.errors import ConfigurationError, FactsError, path_of
 from kernelreg.writing import write_whole
 
@@ -145,8 +145,7 @@ class Facts(_Record, frozen=True, kw_only=True):
                 file and the key.
             ConfigurationError: ``path`` is no path.
         """
-        data = read_bytes(path_of("Facts.load", path), FactsError)
-        return decode_json(data, cls, source=os.fspath(path), error=FactsError)
+        return read_json(path_of("Facts.load", path), cls, FactsError)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a facts file, whole or not at all.

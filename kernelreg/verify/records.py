@@ -14,11 +14,12 @@ from typing import Literal
 import msgspec
 
 from kernelreg._version import __version__
-from kernelreg.decoding import decode_json, read_bytes
+from kernelreg.decoding import read_json
 from kernelreg.errors import KernelregError
 from kernelreg.findings import Finding
 from kernelreg.machine.model import Facts
 from kernelreg.verify.outcome import Outcome
+from kernelreg.writing import write_whole
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +118,7 @@ def load_record(fingerprint: str) -> Record | None:
             return None
     except OSError as error:  # a folder that this user may not search, a name that is too long
         raise KernelregError(f"{path}: {error.strerror or error}") from error
-    record = decode_json(read_bytes(path, KernelregError), Record, source=os.fspath(path), error=KernelregError)
+    record = read_json(path, Record, KernelregError)
     return record if record.kernelreg == __version__ and record.fingerprint == fingerprint else None
 
 
@@ -131,13 +132,13 @@ def save_record(record: Record) -> Path:
     if where is None:
         raise KernelregError("no home folder to keep results in; set XDG_STATE_HOME")
     path = where / f"{record.fingerprint}.json"
-    unfinished = path.with_suffix(f".{os.getpid()}")
+    text = msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=1).decode()
     try:
         where.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=1))
-        unfinished.replace(path)
-    except OSError as error:
-        raise KernelregError(f"{path}: {error.strerror or error}; XDG_STATE_HOME names another place") from error
+        write_whole(path, text, KernelregError)
+    except (OSError, KernelregError) as error:
+        told = f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        raise KernelregError(f"{told}; XDG_STATE_HOME names another place") from error
     return path
 
 

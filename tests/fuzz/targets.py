@@ -194,7 +194,7 @@ def run_profile(data: bytes) -> None:
     for operation in ("gdn.chunk", "gdn.recurrent"):
         evidence.edges(operation)
     list(map(str, series_of(profile)))
-    check_names(profile, _registry())
+    check_names(evidence, _registry())
 
 
 def run_lock(data: bytes) -> None:
