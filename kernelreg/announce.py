@@ -74,9 +74,14 @@ def announce(decision: Decision, registry: Registry, facts: Facts, evidence: Evi
     # backend, only those speak that failed.
     best = {each.backend: each for each in reversed(decision.candidates) if each.backend != decision.backend}
     failed = [each for each in decision.candidates if each.backend == decision.backend and _failed(each)]
-    for candidate in (*best.values(), *failed):
-        rejected = candidate.status == "rejected" and _installed_but_unusable(candidate)
-        if rejected and _better(candidate, decision, registry, facts, evidence):
+    unusable = [
+        each for each in (*best.values(), *failed) if each.status == "rejected" and _installed_but_unusable(each)
+    ]
+    places = ranks(registry, facts, decision.call, decision.policy, evidence) if unusable else {}
+    chosen = places.get((decision.backend, decision.kernel or ""))
+    for candidate in unusable:  # a backend may have been taken out since, and has no place then
+        place = places.get((candidate.backend, candidate.kernel))
+        if chosen is not None and place is not None and place < chosen:
             say_once(logging.WARNING, _warning(candidate, decision))
     logger.debug("%s", decision)
 
@@ -95,16 +100,6 @@ def _installed_but_unusable(candidate: Candidate) -> bool:
 
 def _failed(candidate: Candidate) -> bool:
     return any(reason.code == ReasonCode.QUARANTINED for reason in candidate.reasons)
-
-
-def _better(
-    candidate: Candidate, decision: Decision, registry: Registry, facts: Facts, evidence: Evidence | None
-) -> bool:
-    """Whether the kernel would outrank the chosen one if it could run."""
-    places = ranks(registry, facts, decision.call, decision.policy, evidence)
-    one = places.get((candidate.backend, candidate.kernel))
-    other = places.get((decision.backend or "", decision.kernel or ""))
-    return one is not None and other is not None and one < other
 
 
 def _warning(candidate: Candidate, decision: Decision) -> str:
