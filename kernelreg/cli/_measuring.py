@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from kernelreg.cli._layers import add_layer_arguments, integers, shapes_of, words, workloads_of
-from kernelreg.cli._shared import known_backend, on_this_machine, progress, seconds, set_aside
+from kernelreg.cli._shared import device_named, known_backend, on_this_machine, progress, seconds, set_aside
 from kernelreg.errors import ConfigurationError, KernelregError
-from kernelreg.machine import CPU, Device, Facts
+from kernelreg.machine import Device, Facts
 from kernelreg.machine.setup import setup_of
 from kernelreg.profile import Point, Profile, Row
 from kernelreg.session import Grounds, session
@@ -88,11 +88,7 @@ def job_of(given: argparse.Namespace, command: str) -> Job:
         known_backend(f"--backend {name}", name, names)
     session.policy()  # a variable that is wrong is said before anything runs
     facts = session.facts()
-    where = session.default_device(facts) if given.device is None else session.named_device(given.device, facts)
-    device = facts.device(where)
-    if device is None or device.type == "meta":
-        there = ", ".join(dict.fromkeys(each.torch_name for each in (*facts.devices, CPU)))
-        raise ConfigurationError(f"--device {given.device}: not there; accepted: {there}")
+    device = device_named(given.device, facts)
     if facts.torch is None:
         raise ConfigurationError(f"{command} needs torch; fix: pip install torch")
     kind = "cpu" if device.type == "cpu" else ""

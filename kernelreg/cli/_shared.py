@@ -56,6 +56,20 @@ def devices_of(facts: Facts) -> tuple[Device, ...]:
     return facts.devices or (CPU,)
 
 
+def device_named(name: str | None, facts: Facts) -> Device:
+    """The device that ``--device`` names; the current accelerator, else the CPU, where it is not given.
+
+    Raises:
+        ConfigurationError: the machine has none of that name.
+    """
+    where = session.default_device(facts) if name is None else session.named_device(name, facts)
+    device = facts.device(where)
+    if device is None or device.type == "meta":
+        there = ", ".join(dict.fromkeys(each.torch_name for each in (*facts.devices, CPU)))
+        raise ConfigurationError(f"--device {name}: not there; accepted: {there}")
+    return device
+
+
 def console() -> Console:
     """Standard output for a person: colour on a terminal alone."""
     from rich.console import Console

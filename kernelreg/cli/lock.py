@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kernelreg.cli._layers import add_layer_arguments, shapes_of, words, workloads_of
-from kernelreg.cli._shared import complain, console, facts_of, set_aside, working, write
+from kernelreg.cli._shared import complain, console, device_named, facts_of, set_aside, working, write
 from kernelreg.errors import ConfigurationError
 from kernelreg.lock import Lock, load_lock
 from kernelreg.locking import Broken, Check, check_lock, make_lock
-from kernelreg.machine import CPU
 from kernelreg.session import session
 
 if TYPE_CHECKING:
@@ -59,11 +58,7 @@ def run(given: argparse.Namespace) -> int:
         return 0 if check.ok else 1
     workloads = workloads_of(given, given.operation)
     shapes = shapes_of(given)
-    name = session.default_device(facts) if given.device is None else session.named_device(given.device, facts)
-    device = facts.device(name)
-    if device is None:
-        there = ", ".join(each.torch_name for each in (*facts.devices, CPU))
-        raise ConfigurationError(f"--device {given.device}: not there; accepted: {there}")
+    device = device_named(given.device, facts)
     with working("deciding"):
         lock, unpinned = make_lock(
             grounds,
