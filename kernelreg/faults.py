@@ -37,12 +37,9 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The first line that says something, cut short and printable; where that is C source, the compiler's complaint."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    found = lines[0]
-    if _SOURCE.match(found):
-        found = next(filter(_COMPLAINT.search, lines), found)
-    return printable(found[:_LENGTH])
+    """The first line that says something, cut short and printable."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    return printable(first.strip()[:_LENGTH])
 
 
 def last_line(text: str) -> str:
@@ -99,9 +96,12 @@ def _members(error: BaseException) -> Sequence[BaseException]:
 
 
 def told(error: BaseException) -> str:
-    """One error by itself, in one line."""
+    """One error by itself, in one line: its first, and the compiler's complaint where that is a program in C."""
     try:
-        text = one_line(str(error))
+        text = str(error)
+        if _SOURCE.match(text.lstrip()):
+            text = next(filter(_COMPLAINT.search, text.splitlines()), text)
+        text = one_line(text)
     except KeyboardInterrupt:
         raise
     except BaseException:  # its own __str__ fails
