@@ -17,11 +17,10 @@ from kernelreg.decoding import NOT_JSON, decode_json
 from kernelreg.errors import KernelregError, RanksError
 from kernelreg.machine.model import Facts
 from kernelreg.policy import Policy
+from kernelreg.profile import Row
 from kernelreg.reasons import Reason, ReasonCode, told_in_order
 from kernelreg.resolution import Resolution, explain
 from kernelreg.resolver import Candidate, Decision, Judged, Rank, choose
-
-_Row = tuple[str, str]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -279,7 +278,7 @@ def _worst(places: Sequence[Rank]) -> Rank:
     )
 
 
-def _unknown(row: _Row) -> Reason:
+def _unknown(row: Row) -> Reason:
     backend, kernel = row
     return Reason(code=ReasonCode.PACKAGE_MISSING, subject=f"backend {backend}", required=f"with the kernel {kernel}")
 

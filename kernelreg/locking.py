@@ -20,6 +20,7 @@ from kernelreg.machine.model import CPU, Device, Facts
 from kernelreg.machine.setup import setup_of
 from kernelreg.models import Shape
 from kernelreg.policy import Policy
+from kernelreg.profile import Row
 from kernelreg.reasons import Reason
 from kernelreg.registry import Registry
 from kernelreg.resolver import Decision
@@ -27,7 +28,6 @@ from kernelreg.session import Grounds
 from kernelreg.workloads import Workload, call_of
 
 T = TypeVar("T")
-Row = tuple[str, str]
 
 
 class Unpinned(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from kernelreg.lock import Pins
 from kernelreg.machine.model import Facts
 from kernelreg.ops import operation_named
 from kernelreg.policy import Policy
-from kernelreg.profile import Evidence
+from kernelreg.profile import Evidence, Row
 from kernelreg.reasons import Reason, ReasonCode
 from kernelreg.registry import Registry
 from kernelreg.resolution import Resolution
@@ -29,7 +29,6 @@ LAYOUTS = ("k-first", "v-first")
 _SHAPES = {"k-first": "[K, V]", "v-first": "[V, K]"}
 
 _Form = tuple[str, str]
-_Row = tuple[str, str]
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,9 +203,9 @@ def _mismatches(decided: Mapping[_Form, tuple[Decision, ...]]) -> Iterable[Misma
                 yield Mismatch(kernels=names, reason=_mismatch_reason(row, forms, other, others))
 
 
-def _suits(decisions: Sequence[Decision], forms: Sequence[_Form]) -> dict[_Row, set[_Form]]:
+def _suits(decisions: Sequence[Decision], forms: Sequence[_Form]) -> dict[Row, set[_Form]]:
     """Each kernel that runs on some form, the better ones first, with the forms."""
-    found: dict[_Row, set[_Form]] = {}
+    found: dict[Row, set[_Form]] = {}
     for form, decision in zip(forms, decisions, strict=True):
         for each in decision.candidates:
             if each.accepted:
@@ -214,7 +213,7 @@ def _suits(decisions: Sequence[Decision], forms: Sequence[_Form]) -> dict[_Row, 
     return found
 
 
-def _mismatch_reason(row: _Row, forms: set[_Form], other: _Row, others: set[_Form]) -> Reason:
+def _mismatch_reason(row: Row, forms: set[_Form], other: Row, others: set[_Form]) -> Reason:
     layouts = {layout for _, layout in forms}
     code = ReasonCode.LAYOUT if layouts.isdisjoint(layout for _, layout in others) else ReasonCode.DTYPE
     return Reason(
