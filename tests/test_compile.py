@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,22 +10,10 @@ import torch
 
 import kernelreg
 from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from tests.compiling import anew, counted, whole
 from tests.gdn_cases import EXACT, Call, expected, gdn_call, leaves, pool_call, relative
 
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-def whole(function: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
-    """The function compiled with no way around a graph break."""
-
-    def run(**call: Any) -> Any:
-        return function(**call)
-
-    return torch.compile(run, fullgraph=True, backend=backend)
+__all__ = ["anew"]
 
 
 def raw(call: Call) -> Call:
@@ -97,13 +85,7 @@ def test_a_pool_is_updated_in_place(layout: str) -> None:
 
 
 def test_lengths_share_a_graph() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, example: object) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    run = whole(chunk_gated_delta_rule, backend)
+    run, graphs = counted(chunk_gated_delta_rule)
     for T in (20, 33, 47, 64, 65, 100):
         run(**gdn_call(T=T))
     assert len(graphs) <= 2  # one for the first length, one for all

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,30 +9,13 @@ import kernelreg
 from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from kernelreg.ops import operation_named
 from kernelreg.testing.plugin import Record
+from tests.compiling import anew, counted, whole
 from tests.gdn_cases import Call, expected, gdn_call, leaves, relative
+
+__all__ = ["anew"]
 
 FORWARD = ("torch", "fla", "flash_qla", "flashinfer")
 BACKWARD = ("torch", "fla", "flash_qla")
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[object]]:
-    """The function in one graph for each kind of call, and the graphs as they come."""
-    graphs: list[object] = []
-
-    def backend(graph: torch.fx.GraphModule, example: object) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def run(**call: Any) -> Any:
-        return function(**call)
-
-    return torch.compile(run, fullgraph=True, backend=backend), graphs
 
 
 def call_of(T: int, edges: list[int] | None = None) -> Call:
@@ -72,8 +52,7 @@ def test_decode_in_a_graph(backend: str, record: Record) -> None:
 @pytest.mark.parametrize("backend", BACKWARD)
 def test_gradients_in_a_graph(backend: str, record: Record) -> None:
     grads = []
-    run = torch.compile(lambda **call: chunk_gated_delta_rule(**call), fullgraph=True, backend="aot_eager")
-    for function in (run, chunk_gated_delta_rule):
+    for function in (whole(chunk_gated_delta_rule), chunk_gated_delta_rule):
         call = call_of(200)
         inputs = leaves(call)
         with kernelreg.use(backend=backend):
