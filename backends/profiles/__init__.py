@@ -1,1 +1,1 @@
-"""What was measured on real cards with ``kernelreg tune``: a file a card, which ranks on such cards unless told not to."""
+"""What was measured on real cards with ``kernelreg tune``: a file a card, which ranks on such cards."""

@@ -73,7 +73,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """How the machine differs from this setup: nothing where it has such a card and all else is the same.
 
         Args:
-            nearly: another kernelreg, driver of the same branch or build of the same release line of torch is no change.
+            nearly: another kernelreg, driver of the same branch or torch of the same release line is no change.
         """
         return tuple(self._changes(facts, _NEAR if nearly else {}))
 
