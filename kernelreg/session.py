@@ -226,7 +226,7 @@ class Session:
         return evidence, pins, tuple(errors)
 
     def shipped(self, facts: Facts) -> list[tuple[Evidence, tuple[Change, ...]]]:
-        """The shipped profiles of cards that the machine has, each with what else is not as it was: it ranks if nothing.
+        """The shipped profiles of cards that the machine has, each with what else is not as it was.
 
         They stand in for what descriptors cite, so that less has to be the same than of a profile that was asked for:
         the card, the packages that the kernels come from, the driver's branch and torch's release line.
