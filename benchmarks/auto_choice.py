@@ -7,14 +7,12 @@ adapter called directly, and ``fla.ops.gated_delta_rule.chunk_gated_delta_rule``
 its dispatcher. Ratios are of medians: the choice over the best kernel (1.00 is the best there is), and FLA's own entry
 point over the choice (above 1 where kernelreg is faster). ``KERNELREG_PROFILE`` names the profile to choose by. The
 tables are written as they grow, the head shapes that are furthest apart first, and what there was no time for is named.
-``FILE.json`` is written beside ``FILE.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import os
 import statistics
@@ -212,7 +210,7 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=9, help="rounds of each point (9)")
     parser.add_argument("--seconds", type=float, default=0.02, help="of a side's round (0.02)")
-    parser.add_argument("--output", type=Path, help="write the tables to this .md file and a .json beside it")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
     given = parser.parse_args()
     unknown = [name for name in given.models if name not in MODELS]
     if unknown:
@@ -259,7 +257,7 @@ def text(rows: list[dict[str, Any]], left: list[Spot]) -> list[str]:
         "",
         *lines_of(rows),
     ]
-    return told + ["", f"Not measured, for lack of time: {'; '.join(map(str, left))}."] if left else told
+    return [*told, "", f"Not measured, for lack of time: {'; '.join(map(str, left))}."] if left else told
 
 
 def ranked_by() -> str:
@@ -270,15 +268,6 @@ def ranked_by() -> str:
 
 def write(path: Path, rows: list[dict[str, Any]], left: list[Spot]) -> None:
     path.write_text("\n".join(text(rows, left)) + "\n", encoding="utf-8")
-    data = {
-        "command": f"python {' '.join(sys.argv)}",
-        "date": datetime.date.today().isoformat(),
-        "ground": measured_on(kernelreg.facts()),
-        "ranked_by": ranked_by(),
-        "figures": summary(rows) | {"left": len(left)},
-        "rows": rows,
-    }
-    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
