@@ -114,7 +114,7 @@ def announce_unused(decision: Decision, facts: Facts, evidence: Evidence | None,
     """Log once that a profile or a lock file that was asked for says nothing of such calls."""
     call, policy = decision.call, decision.policy
     device = facts.device(call.device)
-    if evidence is not None and not evidence.speaks_of(device):
+    if evidence is not None and policy.profile is not None and not evidence.speaks_of(device):
         card = device.description if device else "a device that is not there"
         where = f"{policy.origin.get('profile', 'profile')}={evidence.name}"
         measured = evidence.profile.setup.description

@@ -21,6 +21,8 @@ from kernelreg.machine.model import Problem
 from kernelreg.ops import operation_named
 
 GROUP = "kernelreg.backends"
+#: The entry points that name folders of measured profiles.
+PROFILES = "kernelreg.profiles"
 #: The distribution whose backends are built in: they come first and survive ``KERNELREG_PLUGINS=off``.
 BUILT_IN = "kernelreg"
 #: Characters of a distribution's name and its entry point; they are shown.
@@ -92,7 +94,7 @@ class Registry(msgspec.Struct, frozen=True):
 
 def discover(*, plugins: bool = True) -> Registry:
     """Every backend of the entry-point group; a descriptor that cannot be read costs only that backend."""
-    entry_points, problems = _entry_points()
+    entry_points, problems = _entry_points(GROUP)
     registry = Registry(problems=tuple(problems) if plugins else ())
     for distribution, entry_point in entry_points:
         if not plugins and distribution != BUILT_IN:
@@ -121,36 +123,65 @@ def descriptor_path(entry_point: importlib.metadata.EntryPoint) -> Path:
         DescriptorError: the value leads to no such file.
     """
     try:
-        top, *below = entry_point.module.split(".")
-        file = entry_point.attr or "backend.toml"
+        folders, file = _folders(entry_point.module), entry_point.attr or "backend.toml"
     except (AttributeError, AssertionError):  # the value has not even the form of one; from 3.13 on this is asserted
         raise DescriptorError(
             f"entry point {entry_point.name!r} names {entry_point.value!r}; accepted: package, or package:file.toml"
         ) from None
+    for folder in folders:
+        if (folder / file).is_file():
+            return folder / file
+    top = entry_point.module.partition(".")[0]
+    looked = ", ".join(str(folder / file) for folder in dict.fromkeys(folders)) or f"no package {top!r}"
+    raise DescriptorError(f"entry point {entry_point.name!r} leads to no descriptor; looked for: {looked}")
+
+
+def shipped_profiles(*, plugins: bool = True) -> tuple[list[tuple[str, Path]], list[Problem]]:
+    """The measured profiles that distributions ship, this project's first: what each is called, and its file.
+
+    An entry point of the group names a package, and every ``*.json`` in that folder is one. None of the package's
+    code is run, and no file is read.
+    """
+    found: list[tuple[str, Path]] = []
+    entry_points, problems = _entry_points(PROFILES)
+    for distribution, entry_point in entry_points:
+        if not plugins and distribution != BUILT_IN:
+            continue
+        source = printable(f"{distribution}: {entry_point.name} = {entry_point.value}")[:_LONGEST_ORIGIN]
+        try:
+            folder = next(filter(Path.is_dir, _folders(entry_point.module)), None)
+            files = sorted(folder.glob("*.json")) if folder is not None else []
+        except BaseException as error:  # other people's finders: any fault costs their profiles alone
+            problems.append(Problem(source=source, error=fault_of(error)))
+            continue
+        if folder is None:
+            problems.append(Problem(source=source, error="there is no such folder"))
+        found += [(printable(f"{distribution}'s {each.name}")[:_LONGEST_ORIGIN], each) for each in files]
+    return found, problems if plugins else []
+
+
+def _folders(module: str) -> list[Path]:
+    """The folders in which the data of a package, or beside a module, may lie; nothing of it is imported."""
+    top, *below = module.split(".")
     # Only the top-level name is looked up: finding a submodule would import its parents.
     spec = importlib.util.find_spec(top)
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not roots and spec is not None and spec.has_location and spec.origin:
         roots = [str(Path(spec.origin).parent)]
-    folders = [folder for root in roots for folder in (Path(root, *below), Path(root, *below[:-1]))]
-    for folder in folders:
-        if (folder / file).is_file():
-            return folder / file
-    looked = ", ".join(str(folder / file) for folder in dict.fromkeys(folders)) or f"no package {top!r}"
-    raise DescriptorError(f"entry point {entry_point.name!r} leads to no descriptor; looked for: {looked}")
+    return [folder for root in roots for folder in (Path(root, *below), Path(root, *below[:-1]))]
 
 
-def _entry_points() -> tuple[list[tuple[str, importlib.metadata.EntryPoint]], list[Problem]]:
-    """The group's entry points with their distributions, this project's first and the rest by both names."""
+def _entry_points(group: str) -> tuple[list[tuple[str, importlib.metadata.EntryPoint]], list[Problem]]:
+    """A group's entry points with their distributions, this project's first and the rest by both names."""
     problems: list[Problem] = []
     try:
-        found = list(importlib.metadata.entry_points(group=GROUP))
+        found = list(importlib.metadata.entry_points(group=group))
     except BaseException as error:  # one unreadable entry_points.txt on the path: ask each distribution for its own
         fault_of(error)
         found = []
         for distribution in _distributions(problems):
             try:
-                found += distribution.entry_points.select(group=GROUP)
+                found += distribution.entry_points.select(group=group)
             except BaseException as error:
                 source = f"entry points of {_name(distribution)}"
                 problems.append(Problem(source=source, error=fault_of(error)))

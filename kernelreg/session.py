@@ -24,12 +24,12 @@ from kernelreg.findings import Finding
 from kernelreg.lock import Pins, load_lock
 from kernelreg.machine import CPU, Device, Facts, detect
 from kernelreg.machine.detect import ENVIRONMENT
-from kernelreg.machine.setup import CARD
+from kernelreg.machine.setup import CARD, Change
 from kernelreg.machine.torch_devices import current_index, observed_device
 from kernelreg.policy import OFF, PREFIX, Policy, read_environment, read_log_level, read_plugins
 from kernelreg.profile import Evidence, check_names, load_profile
 from kernelreg.reasons import Reason
-from kernelreg.registry import Backend, Registry, discover
+from kernelreg.registry import Backend, Registry, discover, shipped_profiles
 from kernelreg.resolution import Resolution
 from kernelreg.resolver import Decision, Judged, decide, judge
 from kernelreg.together import JointResolution, decide_together
@@ -91,6 +91,7 @@ class Session:
         self._findings: dict[str, tuple[Finding, ...]] = {}
         self._failed: tuple[Finding, ...] = ()
         self._profiles: dict[str, Evidence] = {}
+        self._shipped: tuple[Evidence, ...] | None = None
         self._locks: dict[str, Pins] = {}
         self._trusting = False
         self.observers: tuple[Observer, ...] = ()
@@ -203,15 +204,18 @@ class Session:
     ) -> tuple[Evidence | None, Pins | None, tuple[ConfigurationError, ...]]:
         """The profile and the lock file that the policy names, read once; and why one cannot be used on these facts.
 
+        Where the policy names no profile, it is the first shipped one that was measured on such a machine, if any.
         A profile is for one card and for what runs on it: that of another machine, driver or package is an error. A
         lock file is for one card, and holds each of its kernels to its versions when it is asked for.
         """
         errors: list[ConfigurationError] = []
         evidence = pins = None
         with self._lock:
-            if policy.profile not in (None, OFF):
+            if policy.profile is None:
+                evidence = next((each for each, changes in self.shipped(facts) if not changes), None)
+            elif policy.profile != OFF:
                 try:
-                    evidence = self._profile(str(policy.profile), facts)
+                    evidence = self._profile(policy.profile, facts)
                 except ConfigurationError as error:
                     errors.append(_named("profile", policy, error))
             if policy.lock is not None:
@@ -220,6 +224,33 @@ class Session:
                 except ConfigurationError as error:
                     errors.append(_named("lock", policy, error))
         return evidence, pins, tuple(errors)
+
+    def shipped(self, facts: Facts) -> list[tuple[Evidence, tuple[Change, ...]]]:
+        """The shipped profiles of cards that the machine has, each with what else is not as it was.
+
+        They stand in for what descriptors cite, so that less has to be the same than of a profile that was asked for:
+        the card, the packages that the kernels come from, the driver's branch and torch's release line.
+        """
+        with self._lock:
+            if self._shipped is None:
+                self._shipped = tuple(self._read_shipped())
+            told = [(each, each.profile.setup.changes(facts, nearly=True)) for each in self._shipped]
+        return [(each, changes) for each, changes in told if not any(change.field == CARD for change in changes)]
+
+    def _read_shipped(self) -> Iterator[Evidence]:
+        """Every shipped profile. One that cannot be read, or is of kernels that are not there, is said once."""
+        found, problems = shipped_profiles(plugins=self._plugins_wanted())
+        told = [f"{each.source}: {each.error}" for each in problems]
+        for name, path in found:
+            try:
+                profile = load_profile(path)
+                check_names(profile, self.installed())
+            except ConfigurationError as error:
+                told.append(f"{name}: {error}")
+            else:
+                yield Evidence(profile, name)
+        for each in told:
+            say_once(logging.WARNING, f"shipped profile left out: {each}")
 
     def _profile(self, path: str, facts: Facts) -> Evidence:
         if path not in self._profiles:
@@ -280,7 +311,7 @@ class Session:
             self._failed = ()
             self._profiles = {}
             self._locks = {}
-            self._discovered = None
+            self._discovered = self._shipped = None
             self._changed_backends()
 
     def add(self, backend: Backend) -> Callable[[], None]:
@@ -511,7 +542,7 @@ class Session:
         if changed & _OF_FACTS:
             self._facts = None
         if "KERNELREG_PLUGINS" in changed:
-            self._discovered = None
+            self._discovered = self._shipped = None
             self._changed_backends()
         self._changed()
 

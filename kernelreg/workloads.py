@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -172,6 +173,34 @@ def _sequences(workload: Workload, tokens: int, sequences: Iterable[int]) -> lis
     if workload.decodes:
         return [tokens]
     return [each for each in sorted(set(sequences)) if each <= tokens] if workload.packed else [1]
+
+
+def most_telling_first(planned: Sequence[Spot]) -> list[Spot]:
+    """The calls in an order in which what comes first says most, should there be no time for the rest.
+
+    Gradients come last, since they compile kernels of their own. Head shapes are finished one by one, from the ends of
+    their row inwards, and so are the sizes of each: the nearest point speaks for what was not measured.
+    """
+    shapes = _inwards(list(dict.fromkeys(each.shape for each in planned)))
+    sizes: dict[Workload, dict[int, int]] = {}
+    for workload in dict.fromkeys(each.workload for each in planned):
+        sizes[workload] = _inwards(sorted({each.tokens for each in planned if each.workload == workload}))
+    return sorted(
+        planned, key=lambda each: (each.workload.trains, shapes[each.shape], sizes[each.workload][each.tokens])
+    )
+
+
+T = TypeVar("T")
+
+
+def _inwards(row: Sequence[T]) -> dict[T, int]:
+    """The place of each: the two ends, then what lies half-way between two that are there, and so on."""
+    places = dict.fromkeys(range(0, len(row), max(len(row) - 1, 1)))
+    step = len(row) - 1
+    while len(places) < len(row):
+        step = max(step // 2, 1)
+        places.update(dict.fromkeys(range(0, len(row), step)))
+    return {row[place]: rank for rank, place in enumerate(places)}
 
 
 def workload_of(operation: str, features: Iterable[str]) -> Workload | None:

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 import kernelreg
-from kernelreg import announce
+from kernelreg import announce, session
 
 # No property is timed: a loaded machine is no fault of the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -30,6 +30,8 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 def clean_slate(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("KERNELREG_")]:
         monkeypatch.delenv(name)
+    # What a test says of the descriptors holds whatever is measured next; tests/test_shipped.py brings them back.
+    monkeypatch.setattr(session, "shipped_profiles", lambda *, plugins: ([], []))
     monkeypatch.setenv("XDG_STATE_HOME", os.fspath(tmp_path_factory.getbasetemp() / "state"))
     kernelreg.refresh()
     announce.forget()

@@ -12,15 +12,16 @@ def install(
     *,
     version: str | None = "1.0",
     entry_points: Mapping[str, str] | None = None,
+    group: str = "kernelreg.backends",
     files: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a distribution with entry points of the backends' group; gives its metadata folder.
+    """Write a distribution with entry points of one group; gives its metadata folder.
 
     Args:
         site: the folder to put on ``sys.path``.
         name: the distribution's name.
         version: None leaves the version out of its metadata.
-        entry_points: of the group ``kernelreg.backends``, name to value.
+        entry_points: of the group, name to value.
         files: the text of each file, by its path in ``site``.
     """
     info = site / f"{name.replace('-', '_')}-1.0.dist-info"
@@ -29,7 +30,7 @@ def install(
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\n{said}", encoding="utf-8")
     if entry_points:
         lines = "".join(f"{key} = {value}\n" for key, value in entry_points.items())
-        (info / "entry_points.txt").write_text(f"[kernelreg.backends]\n{lines}", encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{lines}", encoding="utf-8")
     for path, text in (files or {}).items():
         file = site / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ pytest.importorskip("torch")
 import torch
 
 import kernelreg
-from kernelreg import KernelregError, gdn
+from kernelreg import KernelregError, asking, gdn, warming
+from kernelreg.asking import NoAnswerError
 from kernelreg.cli import main
 from kernelreg.kinds import kind_features
 from kernelreg.measure import Effort, arguments, measure, side_by_side
@@ -26,7 +28,7 @@ from kernelreg.ops import operation_named
 from kernelreg.profile import load_profile
 from kernelreg.session import session
 from kernelreg.verify.judge import expected, relative
-from kernelreg.workloads import WORKLOADS, Spot, Workload, call_of, spots, workload_of
+from kernelreg.workloads import WORKLOADS, Spot, Workload, call_of, most_telling_first, spots, workload_of
 from tests.machines import descriptor, machine
 from tests.profiles import point, profile
 
@@ -161,6 +163,24 @@ def test_every_size_of_a_shape_is_measured_before_the_next_shape() -> None:
     assert ("prefill-varlen", True, 8, 2) in told
     assert ("prefill-varlen", True, 8, 16) not in told  # less than a token each
     assert not any(captured for name, captured, *_ in told if name.startswith("training"))
+
+
+def test_what_tells_most_is_measured_first() -> None:
+    """The ends, then the middle: the nearest point speaks for what was not measured. Gradients come last."""
+    shapes = [Shape(2 * number, 4 * number) for number in range(1, 6)]
+    words: dict[str, Any] = {"dtype": "bfloat16", "batches": [1, 8, 64], "sequences": [2], "captured": True}
+    planned = list(spots(WORKLOADS, shapes, tokens=[4, 8, 16, 32, 64, 128], **words))
+    ordered = most_telling_first(planned)
+    assert sorted(map(str, ordered)) == sorted(map(str, planned))
+    assert [each.workload.trains for each in ordered] == sorted(each.workload.trains for each in planned)
+    assert list(dict.fromkeys(each.shape.heads for each in ordered)) == [2, 10, 6, 4, 8]
+    first = [each for each in ordered if each.shape == shapes[0] and not each.workload.trains]
+    assert list(dict.fromkeys(each.tokens for each in first if not each.workload.decodes)) == [4, 128, 16, 64, 8, 32]
+    assert list(dict.fromkeys(each.tokens for each in first if each.workload.decodes)) == [1, 64, 8]
+    assert {each.workload.name for each in first[: len(first) // 3]} == {
+        each.name for each in WORKLOADS if not each.trains
+    }
+    assert most_telling_first([]) == []
 
 
 def test_models_are_split_evenly_and_have_a_source() -> None:
@@ -329,6 +349,82 @@ def test_a_run_that_is_cut_short_keeps_what_it_has(
     assert len(load_profile(tmp_path / "two.json").points) == 1
 
 
+def test_what_there_is_no_time_for_is_said_and_the_rest_is_a_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernelreg import measure as measuring
+    from kernelreg.cli import _measuring
+
+    clock = [0.0]
+    real = measuring.measure
+
+    def slow(*words: Any) -> Any:
+        clock[0] += 10
+        return real(*words)
+
+    monkeypatch.setattr(_measuring, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(measuring, "measure", slow)
+    path = tmp_path / "cpu.json"
+    words = ["tune", "gdn.chunk", *QUICK[:4], "--tokens", "16,4,8,2", "--workload", "prefill,training", *QUICK[10:]]
+    assert main([*words, "--no-verify", "--within", "25", "--output", str(path)]) == 0
+    made = load_profile(path)
+    assert [(each.kind, each.tokens) for each in made.points] == [
+        ("dense, forward, eager", size) for size in (2, 4, 16)
+    ]
+    assert capsys.readouterr().err.splitlines() == [
+        "kernelreg: no time for 1 points of prefill, 1 and 2 heads of 8",
+        "kernelreg: no time for 4 points of training, 1 and 2 heads of 8",
+    ]
+
+
+def test_kernels_are_compiled_first_in_processes_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    real = asking.ask
+
+    def ask(module: str, task: Any, *words: Any) -> Any:
+        answer = real(module, task, *words)
+        asked.append((task.backend, [each.workload.name for each in task.spots], answer[0].points))
+        return answer
+
+    monkeypatch.setattr(warming, "ask", ask)
+    words = ["tune", "gdn", *QUICK, "--workload", "decode,prefill", "--backend", "torch", "--no-verify"]
+    assert main([*words, "--warm", "2", "--output", str(tmp_path / "cpu.json")]) == 0
+    assert sorted(asked) == [("torch", ["decode"], 1), ("torch", ["prefill", "prefill"], 2)]
+    assert len(load_profile(tmp_path / "cpu.json").points) == 3
+
+
+def test_compiling_ahead_is_bounded_and_costs_nothing_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = list(
+        spots(WORKLOADS, [SMALL, Shape(2, 4)], dtype="bfloat16", tokens=[8], batches=[2], sequences=[1], captured=True)
+    )
+    tasks = warming.tasks_of(planned, ["one", "two"], "cpu")
+    kinds = {
+        (each.backend, each.spots[0].shape, each.spots[0].workload.operation, each.spots[0].workload.trains)
+        for each in tasks
+    }
+    assert len(tasks) == len(kinds) == 2 * 2 * 3  # backends, shapes, and prefill, training and decode
+    assert sorted(str(spot) for task in tasks if task.backend == "one" for spot in task.spots) == sorted(
+        str(spot) for spot in planned if not spot.captured
+    )
+    limits: list[float] = []
+
+    def fails(module: str, task: Any, answer: Any, limit: float) -> Any:
+        limits.append(limit)
+        raise NoAnswerError("it died")
+
+    monkeypatch.setattr(warming, "ask", fails)
+    told: list[str] = []
+    warming.warm(tasks, 3, time.monotonic() + 50, told.append)
+    assert sorted(told) == sorted(map(str, tasks))
+    assert len(limits) == len(tasks)
+    assert all(0 < each <= 50 for each in limits)
+    warming.warm(tasks, 3, time.monotonic(), told.append)  # there is no time
+    assert len(limits) == len(tasks)
+    assert len(told) == 2 * len(tasks)
+
+
 @pytest.mark.parametrize("command", ["tune", "bench"])
 @pytest.mark.parametrize(
     ("words", "told"),
@@ -341,6 +437,7 @@ def test_a_run_that_is_cut_short_keeps_what_it_has(
         (["gdn.recurrent", "--heads", "2", "--workload", "prefill"], "none is of gdn.recurrent"),
         (["--heads", "2", "--output", "/no-such-folder/x.json"], "--output /no-such-folder/x.json: cannot be written"),
         (["--heads", "2", "--repeats", "1,2"], "--repeats 1,2; accepted: one number"),
+        (["--heads", "2", "--warm", "1,2"], "--warm 1,2; accepted: one number"),
     ],
 )
 def test_wrong_words_are_told_before_anything_runs(

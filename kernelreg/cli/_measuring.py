@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -17,7 +19,8 @@ from kernelreg.machine import Device, Facts
 from kernelreg.machine.setup import setup_of
 from kernelreg.profile import Point, Profile, Row
 from kernelreg.session import Grounds, session
-from kernelreg.workloads import Spot, spots
+from kernelreg.warming import tasks_of, warm
+from kernelreg.workloads import Spot, most_telling_first, spots
 
 #: Where nothing else is asked for. A CPU takes a thousand times as long.
 _TOKENS = {"cpu": [64, 256, 1024], "": [256, 1024, 2048, 4096, 8192, 16384, 32768]}
@@ -39,10 +42,27 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-captured", action="store_true", help="no replays of CUDA graphs")
     parser.add_argument("--repeats", type=integers, default=[7], metavar="N", help="rounds of each point (7)")
     parser.add_argument("--seconds", type=seconds, default=0.02, metavar="S", help="of a kernel's round (0.02)")
+    parser.add_argument(
+        "--within",
+        type=seconds,
+        metavar="S",
+        help="begin no point after so many seconds; what tells most is first",
+    )
+    parser.add_argument(
+        "--warm",
+        type=integers,
+        metavar="N",
+        help="compile first, in so many processes at once",
+    )
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure, on what."""
+    """What to measure, on what.
+
+    Attributes:
+        within: seconds after which no more spots are begun; None for all of them.
+        warm: processes that compile first, at once; 0 for none.
+    """
 
     facts: Facts
     device: Device
@@ -50,6 +70,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     spots: tuple[Spot, ...]
     repeats: int
     seconds: float
+    within: float | None = None
+    warm: int = 0
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -64,11 +86,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         profile: every point that has a time.
         refused: the kernels that took none of the calls, each with its first reason.
         cut: why not all was measured, where it was not.
+        left: those that there was no time for.
     """
 
     profile: Profile
     refused: dict[Row, str]
     cut: str | None = None
+    left: tuple[Spot, ...] = ()
 
 
 def job_of(given: argparse.Namespace, command: str) -> Job:
@@ -81,8 +105,9 @@ def job_of(given: argparse.Namespace, command: str) -> Job:
     set_aside("KERNELREG_PROFILE", "KERNELREG_LOCK")  # every kernel is measured, whichever is chosen
     workloads = workloads_of(given, given.operation or ["gdn"])
     shapes = shapes_of(given)
-    if len(given.repeats) > 1:
-        raise ConfigurationError(f"--repeats {','.join(map(str, given.repeats))}; accepted: one number")
+    for flag, numbers in (("--repeats", given.repeats), ("--warm", given.warm or [0])):
+        if len(numbers) > 1:
+            raise ConfigurationError(f"{flag} {','.join(map(str, numbers))}; accepted: one number")
     names = session.registry().names()
     for name in given.backend or ():
         known_backend(f"--backend {name}", name, names)
@@ -108,11 +133,13 @@ def job_of(given: argparse.Namespace, command: str) -> Job:
         spots=tuple(planned),
         repeats=given.repeats[0],
         seconds=given.seconds,
+        within=given.within,
+        warm=given.warm[0] if given.warm else 0,
     )
 
 
 def carry_out(job: Job, *, quiet: bool, keep: Callable[[Profile], object] = lambda profile: None) -> Result:
-    """Measure all of it.
+    """Measure all of it, or as much as there is time for.
 
     Args:
         quiet: without a bar.
@@ -122,15 +149,22 @@ def carry_out(job: Job, *, quiet: bool, keep: Callable[[Profile], object] = lamb
 
     grounds = session.grounds(job.facts)
     effort = Effort(job.repeats, job.seconds)
-    points: list[Point] = []
+    points: dict[Spot, Point] = {}
     refused: dict[Row, str] = {}
     cut: str | None = None
     kept = time.monotonic()
-    with progress(len(job.spots), quiet=quiet) as advance:
+    until = math.inf if job.within is None else kept + job.within
+    if job.warm:
+        tasks = tasks_of(most_telling_first(job.spots), job.backends, job.device.torch_name)
+        with progress(len(tasks), quiet=quiet) as advance:
+            warm(tasks, job.warm, until, advance)
+    left = most_telling_first(job.spots)
+    with progress(len(left), quiet=quiet) as advance:
         try:
-            for spot in job.spots:
+            while left and time.monotonic() < until:
+                spot = left.pop(0)
                 found = measure(spot, grounds, job.device.torch_name, job.backends, effort)
-                points += [found.point] if found.point is not None else []
+                points |= {spot: found.point} if found.point is not None else {}
                 refused |= {row: reason for row, reason in found.refused.items() if row not in refused}
                 advance(str(spot))
                 if time.monotonic() - kept > _OFTEN:
@@ -141,16 +175,18 @@ def carry_out(job: Job, *, quiet: bool, keep: Callable[[Profile], object] = lamb
         finally:
             if points:
                 keep(_profile(job, grounds, points))
-    seen = {each.row for point in points for each in point.all}
+    seen = {each.row for point in points.values() for each in point.all}
     return Result(
         profile=_profile(job, grounds, points),
         refused={row: reason for row, reason in refused.items() if row not in seen},
         cut=cut,
+        left=() if cut else tuple(left),
     )
 
 
-def _profile(job: Job, grounds: Grounds, points: Sequence[Point]) -> Profile:
-    """The points as a profile, with the packages of every backend that was measured."""
+def _profile(job: Job, grounds: Grounds, measured: Mapping[Spot, Point]) -> Profile:
+    """The points as a profile, in the order of the plan, with the packages of every backend that was measured."""
+    points = [measured[spot] for spot in job.spots if spot in measured]
     return Profile(
         date=datetime.date.today().isoformat(),
         fingerprint=job.facts.fingerprint,
@@ -171,6 +207,14 @@ def left_out(result: Result) -> list[str]:
     for (backend, kernel), reason in sorted(result.refused.items()):
         kernels.setdefault((backend, reason), []).append(kernel)
     return [f"not measured: {backend} {', '.join(each)}: {reason}" for (backend, reason), each in kernels.items()]
+
+
+def no_time_for(result: Result) -> list[str]:
+    """What ``--within`` left out: how many points of each kind of call and head shape."""
+    counts = Counter(
+        f"{each.workload.name}{', captured' if each.captured else ''}, {each.shape}" for each in result.left
+    )
+    return [f"no time for {count} points of {kind}" for kind, count in counts.items()]
 
 
 def check_output(path: str) -> None:

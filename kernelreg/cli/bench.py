@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kernelreg.cli._layers import shapes_of, workloads_of
-from kernelreg.cli._measuring import add_measuring_arguments, carry_out, check_output, job_of, left_out
+from kernelreg.cli._measuring import add_measuring_arguments, carry_out, check_output, job_of, left_out, no_time_for
 from kernelreg.cli._shared import complain, console, write
 from kernelreg.errors import ConfigurationError
 from kernelreg.models import Shape
@@ -50,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
             check_output(given.output)
         result = carry_out(job, quiet=given.json, keep=lambda each: each.save(given.output) if given.output else None)
         profile, cut = result.profile, result.cut
-        for text in left_out(result):
+        for text in [*left_out(result), *no_time_for(result)]:
             complain(f"{text}")
     if given.plot is not None and profile.points:
         from kernelreg.plot import draw

@@ -39,6 +39,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         unmet: why the exit code is not 0.
         adapters: what came of importing each usable backend's adapter; None where that was not asked for.
+        profile: the measured profile that ranks, and of what card it is; None where the descriptors rank.
     """
 
     schema: int = 1
@@ -49,6 +50,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy
     decisions: tuple[Decision, ...]
     adapters: tuple[Imported, ...] | None = None
+    profile: str | None = None
     fingerprint: str
     facts: Facts
 
@@ -151,6 +153,11 @@ def examine(
     ]
     first = {each.scope: each for each in reversed(findings)}  # one cause for each scope is enough here
     noticed += [Problem(source="quarantine", error=encodable(str(each))) for each in reversed(first.values())]
+    if policy.profile is None and evidence is None:
+        noticed += [
+            Problem(source="profile", error=f"{each.name} does not rank here: {'; '.join(map(str, changes))}")
+            for each, changes in session.shipped(facts)
+        ]
     if os.environ.get("KERNELREG_FACTS"):
         text = encodable(f"stands for this machine: {os.environ['KERNELREG_FACTS']}")
         noticed.append(Problem(source="KERNELREG_FACTS", error=text))
@@ -163,6 +170,9 @@ def examine(
         policy=policy,
         decisions=tuple(decisions),
         adapters=adapters,
+        profile=f"{evidence.name} ({evidence.profile.setup.description}, {evidence.profile.date})"
+        if evidence
+        else None,
         fingerprint=facts.fingerprint,
         facts=facts,
     )
@@ -221,7 +231,7 @@ def show(report: Report, out: Console) -> None:
     """The report as text: devices and their kernels first, then what is wrong, then the verdict."""
     facts = report.facts
     out.print(f"kernelreg {report.kernelreg}", style="bold")
-    for label, text in _machine(facts):
+    for label, text in [*_machine(facts), *([("profile", report.profile)] if report.profile else [])]:
         out.print(f"  {label:10}{text}")
     for device in devices_of(facts):
         out.print()

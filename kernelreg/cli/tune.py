@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kernelreg.cli import verify
-from kernelreg.cli._measuring import Job, Result, add_measuring_arguments, carry_out, check_output, job_of, left_out
+from kernelreg.cli._measuring import (
+    Job,
+    Result,
+    add_measuring_arguments,
+    carry_out,
+    check_output,
+    job_of,
+    left_out,
+    no_time_for,
+)
 from kernelreg.cli._shared import complain, console, seconds, write
 from kernelreg.errors import ConfigurationError
 from kernelreg.machine.setup import setup_of
@@ -36,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """0 when every spot was measured, 1 when it was cut short or nothing could be measured, 2 for wrong usage."""
+    """0 when all was measured that there was time for, 1 when it was cut short or nothing was, 2 for wrong usage."""
     job = job_of(given, NAME)
     check_output(given.output)
     before = _before(given, job) if given.add else None
@@ -48,7 +57,7 @@ def run(given: argparse.Namespace) -> int:
 
     result = carry_out(job, quiet=given.json, keep=keep)
     if not result.profile.points:
-        for text in [*left_out(result), *([result.cut] if result.cut else [])]:
+        for text in [*left_out(result), *no_time_for(result), *([result.cut] if result.cut else [])]:
             complain(f"{text}")
         complain("no kernel could be measured")
         return 1
@@ -56,8 +65,8 @@ def run(given: argparse.Namespace) -> int:
         write(_merged(before, result.profile).to_json())
     else:
         _show(given.output, result, console())
-    if result.cut:
-        complain(f"cut short: {result.cut}")
+    for text in [*no_time_for(result), *([f"cut short: {result.cut}"] if result.cut else [])]:
+        complain(text)
     return 1 if result.cut else 0
 
 

@@ -5,7 +5,7 @@ Two machines of one setup are as good as one, so that a file made on the first s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +16,8 @@ from kernelreg.machine.model import CPU, Device, Facts
 #: What a change of the card is called.
 CARD = "the card"
 _VERSIONS = ("kernelreg", "platform", "driver", "torch")
+#: Of these versions only so many numbers count where a profile is near enough: a driver's branch, torch's release line.
+_NEAR = {"kernelreg": 0, "driver": 1, "torch": 2}
 
 
 class Change(NamedTuple):
@@ -67,11 +69,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Whether the device is such a card."""
         return device is not None and self._card == (device.type, device.name, device.compute_capability, device.mig)
 
-    def changes(self, facts: Facts) -> tuple[Change, ...]:
-        """How the machine differs from this setup: nothing where it has such a card and all else is the same."""
-        return tuple(self._changes(facts))
+    def changes(self, facts: Facts, *, nearly: bool = False) -> tuple[Change, ...]:
+        """How the machine differs from this setup: nothing where it has such a card and all else is the same.
 
-    def _changes(self, facts: Facts) -> Iterator[Change]:
+        Args:
+            nearly: another kernelreg, driver of the same branch or torch of the same release line is no change.
+        """
+        return tuple(self._changes(facts, _NEAR if nearly else {}))
+
+    def _changes(self, facts: Facts, near: Mapping[str, int]) -> Iterator[Change]:
         device = next(filter(self.is_of, (*facts.devices, CPU)), None)
         if device is None:
             there = dict.fromkeys(setup_of(facts, each).description for each in facts.devices or (CPU,))
@@ -80,8 +86,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         here = setup_of(facts, device, self.packages)
         told = [(field, getattr(self, field), getattr(here, field)) for field in _VERSIONS]
         for field, then, now in [*told, *((name, self.packages[name], here.packages[name]) for name in self.packages)]:
-            if then != now:
+            if then != now and _first(then, near.get(field)) != _first(now, near.get(field)):
                 yield Change(field, then, now)
+
+
+def _first(version: str | None, numbers: int | None) -> object:
+    """So many of a version's numbers, all of it for None."""
+    return version if version is None or numbers is None else version.split(".")[:numbers]
 
 
 def setup_of(facts: Facts, device: Device, packages: Iterable[str] = ()) -> Setup:

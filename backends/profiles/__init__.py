@@ -1,0 +1,1 @@
+"""What was measured on real cards with ``kernelreg tune``: a file a card, which ranks on such cards."""
