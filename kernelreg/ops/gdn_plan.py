@@ -8,33 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernelreg.errors import CallError
 from kernelreg.faults import last_line
+from kernelreg.ops.gdn_chunks import ChunkTables, chunk_tables, most_chunks
 from kernelreg.ops.gdn_sequences import Sequences, check_edges, hold, holder_of
 
-#: Tokens of a chunk, as the chunk tables count them: what chunkwise kernels of GDN use (fla 0.3.2 to 0.6.0: 64).
-CHUNK = 64
 #: Bytes that a buffer's address is a multiple of: what Triton tells addresses apart by.
 _ALIGNED = 16
 _WHOLE = (torch.int32, torch.int64)
-
-
-class ChunkTables(NamedTuple):
-    """The chunks of :data:`CHUNK` tokens of a packed batch, int64.
-
-    Attributes:
-        indices: ``[R, 2]``: each chunk's sequence, and its number within it. A row that the batch does not need names
-            a chunk of sequence 0 that lies behind every possible end of it: all its tokens are masked out.
-        offsets: ``[N+1]``: how many chunks come before each sequence, and how many there are.
-    """
-
-    indices: Tensor
-    offsets: Tensor
 
 
 class Plan:
@@ -58,8 +43,8 @@ class Plan:
 
     def __init__(self, edges: Tensor, max_tokens: int, max_sequences: int, device: torch.device) -> None:
         self.max_tokens, self.max_sequences, self.device = max_tokens, max_sequences, device
-        self._rows = most_chunks(max_tokens, max_sequences)
-        sizes = [8 * each for each in (max_sequences + 1, max_sequences + 1, 2 * self._rows, max_sequences + 1)]
+        rows = most_chunks(max_tokens, max_sequences)
+        sizes = [8 * each for each in (max_sequences + 1, max_sequences + 1, 2 * rows, max_sequences + 1)]
         sizes += [8 * max_sequences, max_tokens]
         starts = [0]
         for size in sizes:
@@ -133,21 +118,16 @@ class Plan:
             cu_seqlens[:held] = edges
             cu_seqlens[held:] = edges[-1]
             lengths = cu_seqlens.diff()
-            counts = (lengths + CHUNK - 1) // CHUNK
-            offsets[1:] = counts.cumsum(0)
-            rows = indices.view(-1, 2)
-            used = int(offsets[-1])
-            sequence = torch.repeat_interleave(counts)
-            rows[:used, 0] = sequence
-            rows[:used, 1] = torch.arange(used) - offsets[sequence]
-            rows[used:, 1] = behind(self.max_tokens)
+            tables = chunk_tables(cu_seqlens, self.max_tokens)
+            offsets.copy_(tables.offsets)
+            indices.view(-1, 2).copy_(tables.indices)
             places = lengths.nonzero()[:, 0]
             filled[: len(places)] = places
             packed[1 : 1 + len(places)] = cu_seqlens[1:][places]
             outside[int(edges[-1]) :] = True
             self._buffer.copy_(staging, non_blocking=True)
             self.cu_seqlens_cpu = cu_seqlens.clone()
-            self._exact = ChunkTables(self.full.indices[:used], self.full.offsets)
+            self._exact = ChunkTables(self.full.indices[: int(offsets[-1])], self.full.offsets)
             some_empty = len(places) < self.max_sequences
             self.sequences = Sequences(
                 tuple(self.cu_seqlens_cpu.tolist()),
@@ -193,17 +173,6 @@ def plan(
         _most("max_sequences", max_sequences, len(edges) - 1),
         _place(device),
     )
-
-
-def most_chunks(tokens: int, sequences: int) -> int:
-    """The most chunks that so many tokens in so many sequences can have."""
-    filled = min(tokens, sequences)
-    return filled + (tokens - filled) // CHUNK
-
-
-def behind(tokens: int) -> int:
-    """The number of a chunk that starts at or behind the end of every sequence of so many tokens."""
-    return -(-tokens // CHUNK)
 
 
 def _read(given: object) -> Tensor:

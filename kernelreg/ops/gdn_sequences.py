@@ -48,6 +48,11 @@ class Sequences:
         numbers, packed = (torch.tensor(each, dtype=torch.int64, device=device) for each in (filled, ends))
         return cls(edges, numbers, packed)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max((end - start for start, end in pairwise(self.edges)), default=0)
+
     def keep(self, name: Hashable, make: Callable[[], Kept]) -> Kept:
         """What an adapter derives from these sequences: made once for all layers."""
         if name not in self._kept:
