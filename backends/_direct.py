@@ -50,9 +50,9 @@ class Batch(NamedTuple):
         return o
 
 
-def no_gradient(*tensors: Tensor | None) -> bool:
+def no_gradient(*arguments: object) -> bool:
     """Whether nothing of a call needs gradients, so that it can go past autograd."""
-    return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors)
+    return not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
 def batch_of(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Batch:
