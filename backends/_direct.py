@@ -65,7 +65,7 @@ def batch_of(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
     if captured(q):
         if plan is not None:
             return Batch(count, T, plan.cu_seqlens, plan.full, plan.outside, T)
-        edges = cu_seqlens.long()
+        edges = cu_seqlens.to(torch.int64, copy=True)  # not the caller's own: adapters hang tables on it
         outside = torch.arange(T, device=q.device) >= edges[-1]
         return Batch(count, T, edges, chunk_tables(edges, T), outside, T)
     sequences = read_sequences(cu_seqlens, T, cu_seqlens_cpu)

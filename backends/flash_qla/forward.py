@@ -68,7 +68,8 @@ def _found() -> _Makers | None:
             if list(maker.signature.parameters) != parameters.split():
                 return None
             makers.append(maker)
-        return _Makers(*makers, scan.TARGET_NUM_CTAS)
+        cumulate, solve, fused = makers
+        return _Makers(cumulate, solve, fused, scan.TARGET_NUM_CTAS)
     except (ImportError, AttributeError):
         return None
 

@@ -17,8 +17,8 @@ from kernelreg.faults import last_line
 from kernelreg.ops.gdn_chunks import ChunkTables, chunk_tables, most_chunks
 from kernelreg.ops.gdn_sequences import Sequences, check_edges, hold, holder_of
 
-#: Bytes that a buffer's address is a multiple of: what Triton tells addresses apart by.
-_ALIGNED = 16
+#: Bytes that a buffer's address is a multiple of: Triton and TileLang compile for aligned addresses.
+_ALIGNED = 256
 _WHOLE = (torch.int32, torch.int64)
 
 
