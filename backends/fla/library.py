@@ -68,6 +68,7 @@ def _forward() -> Callable[..., Any] | None:
     """
     try:
         module = _public_chunk_module
+        inspect.unwrap(module.l2norm_fwd)
         parts = {name: inspect.unwrap(getattr(module, name)) for name in _PARTS}
         parts["chunk_gated_delta_rule_fwd_h"] = _rebound(
             parts["chunk_gated_delta_rule_fwd_h"], prepare_chunk_offsets=_offsets_of
@@ -112,4 +113,4 @@ RECURRENT_WORDS = keywords_of(_raw_recurrent)
 forward = _forward()
 FORWARD_WORDS = frozenset() if forward is None else keywords_of(forward)
 #: q and k of unit length, and their lengths: below FLA's dispatch.
-unit_length: Callable[..., Any] = inspect.unwrap(_public_chunk_module.l2norm_fwd)
+unit_length: Any = None if forward is None else inspect.unwrap(_public_chunk_module.l2norm_fwd)
