@@ -45,7 +45,7 @@ def run_clean(
     end = T if sequences is None else sequences.edges[-1]
     if not end or not B:  # no token at all: nothing to launch
         o = pad(v[:, :0], (0, 0, 0, 0, 0, T))  # zeros that autograd can follow
-        return o, _carried(initial_state, count, HV, K, V, v, state_v_first, output_final_state)
+        return o, carried(initial_state, count, HV, K, V, v, state_v_first, output_final_state)
     if sequences is None:
         return run(q, k, v, g, beta, None, initial_state)
     filled = sequences.filled
@@ -56,12 +56,12 @@ def run_clean(
     if end < T:
         o = torch.cat([o, o.new_zeros(1, T - end, HV, V)], 1)
     if final is not None and filled is not None:
-        whole = _carried(initial_state, count, HV, K, V, v, state_v_first, True)
+        whole = carried(initial_state, count, HV, K, V, v, state_v_first, True)
         final = None if whole is None else whole.index_copy(0, filled, final)
     return o, final
 
 
-def _carried(
+def carried(
     initial_state: Tensor | None,
     count: int,
     HV: int,

@@ -7,7 +7,7 @@ Names and defaults follow flash-linear-attention's. Which kernel runs, and why n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -22,12 +22,13 @@ from kernelreg.fallback import Kept, keep_away
 from kernelreg.forms import form_of
 from kernelreg.ops import operation_named
 from kernelreg.ops.gdn_arguments import check_arguments, real_scale, yes_or_no
+from kernelreg.ops.gdn_plan import Plan, plan
 from kernelreg.session import current_override
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Options", "call_like", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
+__all__ = ["Options", "Plan", "call_like", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "plan"]
 
 
 class Options(TypedDict, total=False):
@@ -100,6 +101,8 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     state_v_first: bool = False,
+    *,
+    plan: Plan | None = None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule in chunks, for prefill and training, by the best kernel for this very call.
@@ -117,6 +120,8 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: scale each q and k vector to unit length first (epsilon 1e-6 inside the root).
         cu_seqlens: ``[N+1]`` int32 or int64: the edges of sequences packed in one row (then B = 1).
         state_v_first: states are ``[V, K]``.
+        plan: of :func:`plan`, in place of ``cu_seqlens``: no wait for the device, and a CUDA graph that replays for
+            whatever the plan holds. T is its ``max_tokens``, N its ``max_sequences``.
         options: FLA's further keywords, see :class:`Options`.
 
     Returns:
@@ -135,10 +140,12 @@ def chunk_gated_delta_rule(
         "cu_seqlens": cu_seqlens,
         "state_v_first": state_v_first,
     }
+    if plan is not None:
+        words |= _planned(plan, cu_seqlens, options)
     if is_compiling():
         words["state_v_first"] = _settle(options, state_v_first)
         return _CHUNK_IN_GRAPH(q, k, v, g, beta, **words, **options)
-    return _run(_CHUNK, q, k, v, g, beta, words, options)
+    return _run(_CHUNK, q, k, v, g, beta, words, options, plan)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -204,20 +211,30 @@ _POOL_IN_GRAPH = compiled_on_pool("gdn_recurrent_pool", fused_recurrent_gated_de
 
 
 def _run(
-    dispatch: Dispatcher, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, words: Words, options: Options
+    dispatch: Dispatcher,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    words: Words,
+    options: Options,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the kernel that is known for such a call, or else find it."""
     try:
         form = form_of(q, k, v, g, beta, words, options, current_override())
+        if plan is not None:
+            form = (form, plan.form)
         function = dispatch.forms.get(form)
     except (AttributeError, TypeError):  # no tensors, or what cannot be a key: the way below says what is wrong
         form = function = None
     if function is None:
-        return _run_new(dispatch, form, q, k, v, g, beta, words, options)
+        return _run_new(dispatch, form, q, k, v, g, beta, words, options, plan)
     try:
         return function(q, k, v, g, beta, **words, **options)  # type: ignore[no-any-return]
     except (Exception, SystemExit) as error:
-        return _run_new(dispatch, form, q, k, v, g, beta, words, options, error)
+        return _run_new(dispatch, form, q, k, v, g, beta, words, options, plan, error)
 
 
 def _run_new(
@@ -230,6 +247,7 @@ def _run_new(
     beta: Tensor,
     words: Words,
     options: Options,
+    plan: Plan | None,
     failed: BaseException | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check a call, decide it where its kind is new, and run it.
@@ -256,8 +274,9 @@ def _run_new(
         state_indices,
         words.get("num_accepted_tokens"),
         options,
+        plan,
     )
-    shown = _shown(dispatch.operation, q, k, v, g, beta, words, options)
+    shown = _shown(dispatch.operation, q, k, v, g, beta, words, options, plan)
     gate = _gate_dtype(g, options)
     key = _key(dispatch, q, v, gate, initial_state, cu_seqlens, shown)
     function = dispatch.known.get(key)
@@ -268,7 +287,8 @@ def _run_new(
         in_time = failed is None and "capture" not in call.features
         if in_time and initial_state is not None and state_indices is not None:
             kept = Kept(initial_state, state_indices)
-    if form is not None and given == options.keys() and not _reads_values(words, options):
+    known_values = plan is not None or not _reads_values(words, options)
+    if form is not None and given == options.keys() and known_values:
         dispatch.remember(form, key, function)
     while True:  # until a kernel runs: each that fails is kept away, so none is tried twice
         try:
@@ -294,7 +314,11 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
         CallError: arguments that break the contract.
     """
     name = operation_named(operation).name
-    function = {"gdn.chunk": chunk_gated_delta_rule, "gdn.recurrent": fused_recurrent_gated_delta_rule}[name]
+    functions: dict[str, Callable[..., Any]] = {
+        "gdn.chunk": chunk_gated_delta_rule,
+        "gdn.recurrent": fused_recurrent_gated_delta_rule,
+    }
+    function = functions[name]
     try:
         bound = inspect.signature(function).bind(**arguments)
         bound.apply_defaults()
@@ -305,16 +329,19 @@ def call_like(operation: str, arguments: Mapping[str, Any]) -> Call:
         raise ConfigurationError(
             f"like= {error}; accepted: the arguments of kernelreg.gdn.{function.__name__}"
         ) from None
+    plan = given.get("plan")
+    if plan is not None:
+        given |= _planned(plan, given["cu_seqlens"], options)
     q, k, v, initial_state, cu_seqlens = (given[name] for name in ("q", "k", "v", "initial_state", "cu_seqlens"))
     state_indices, accepted = given.get("state_indices"), given.get("num_accepted_tokens")
     g, beta = given["g"], given["beta"]
     if name == _RECURRENT.operation:
         g, beta = _gates(v, g, beta)
-    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, accepted, options)
+    check_arguments(q, k, v, g, beta, initial_state, cu_seqlens, state_v_first, state_indices, accepted, options, plan)
     real_scale(given["scale"])
     final, normalise = (yes_or_no(word, given[word]) for word in ("output_final_state", "use_qk_l2norm_in_kernel"))
     words = {**given, "output_final_state": final, "use_qk_l2norm_in_kernel": normalise, "state_v_first": state_v_first}
-    shown = _shown(name, q, k, v, g, beta, words, options)
+    shown = _shown(name, q, k, v, g, beta, words, options, plan)
     return _call(name, q, v, _gate_dtype(g, options), initial_state, cu_seqlens, shown)
 
 
@@ -353,8 +380,26 @@ def _settle(options: Options, state_v_first: bool) -> bool:
     return bool(options.pop("transpose_state_layout", False)) or state_v_first
 
 
+def _planned(plan: Plan, cu_seqlens: Tensor | None, options: Options) -> Words:
+    """What a plan stands for in a call."""
+    if not isinstance(plan, Plan):
+        raise CallError(f"plan is a {type(plan).__name__}; accepted: what kernelreg.gdn.plan(…) gives")
+    if cu_seqlens is not None or options.get("cu_seqlens_cpu") is not None:
+        raise CallError("plan and cu_seqlens, whose place it takes; accepted: one of them")
+    options.pop("cu_seqlens_cpu", None)
+    return {"cu_seqlens": plan.cu_seqlens, "cu_seqlens_cpu": plan.cu_seqlens_cpu}
+
+
 def _shown(
-    operation: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, words: Words, options: Options
+    operation: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    words: Words,
+    options: Options,
+    plan: Plan | None,
 ) -> tuple[bool, ...]:
     """Which features of ``_SHOWN`` the call uses."""
     initial_state, cu_seqlens, slots = words["initial_state"], words["cu_seqlens"], words.get("state_indices")
@@ -367,9 +412,14 @@ def _shown(
     )
     if slots is not None and backward:
         raise CallError("state_indices updates a pool in place, which has no gradient; accepted: under torch.no_grad()")
+    capture = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if plan is None:
+        empty = cu_seqlens is not None and _may_be_empty(cu_seqlens, options)
+    else:  # a later batch's sequences may be, where this one's are not
+        empty = capture or plan.sequences.filled is not None
     return (
         cu_seqlens is not None,
-        cu_seqlens is not None and _may_be_empty(cu_seqlens, options),
+        empty,
         *states,
         bool(words["use_qk_l2norm_in_kernel"]),
         bool(words["state_v_first"]) and any(states),
@@ -378,7 +428,7 @@ def _shown(
         several and operation == _RECURRENT.operation,
         backward,
         torch.are_deterministic_algorithms_enabled(),
-        q.is_cuda and torch.cuda.is_current_stream_capturing(),
+        capture,
     )
 
 

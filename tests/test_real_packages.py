@@ -24,7 +24,7 @@ from kernelreg.gdn import chunk_gated_delta_rule
 from kernelreg.registry import discover
 from kernelreg.verify.cases import cases
 from kernelreg.verify.outcome import Outcome
-from tests.gdn_cases import expected, gdn_call, relative
+from tests.gdn_cases import EXACT, expected, gdn_call, relative
 from tests.machines import codes
 
 
@@ -130,3 +130,77 @@ def test_flas_recurrent_kernel_keeps_the_contract_under_the_triton_interpreter()
     gradients = {each.name for each in cases("gdn.recurrent", "tiny") if each.backward}
     assert refused == {"deterministic", "float64", *gradients}
     assert len([each for each in outcomes if each.status == "right"]) >= 60
+
+
+@installed("flash-linear-attention", "triton")
+def test_flas_chunk_kernels_mask_out_the_rows_that_a_batch_does_not_need() -> None:
+    """The real kernels, with chunk tables at a fixed maximum as a CUDA graph has them, and exact ones."""
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.fla_chunk_interpreted"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    found = msgspec.json.decode(done.stdout.splitlines()[-1], type=dict[str, list[float]])
+    assert len(found) == 12
+    assert not {name: errors for name, errors in found.items() if not max(errors) <= EXACT[torch.float32]}
+
+
+FLASH_QLA = """
+import torch
+from types import SimpleNamespace
+import tilelang
+torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+tilelang.contrib.nvcc.get_target_compute_version = lambda _=None: "9.0"
+from kernelreg_backends._direct import batch_of
+from kernelreg_backends.flash_qla import forward
+
+launched = []
+
+def instead(maker):
+    def make(*sizes, **words):
+        program = maker.get_tir(*sizes, **words)  # the library's own, from what the adapter asks for
+        def launch(*given):
+            assert len(given) == len(program.params)
+            for parameter, value in zip(program.params, given):
+                buffer = program.buffer_map.get(parameter)
+                if buffer is not None:
+                    assert len(buffer.shape) == value.dim(), parameter
+                    assert str(value.dtype) == f"torch.{buffer.dtype}", (parameter, value.dtype)
+                    assert value.is_contiguous(), parameter
+            launched.append([str(each).removesuffix("_handle") for each in program.params])
+        return launch
+    return make
+
+makers = forward.MAKERS
+forward.MAKERS = forward._Makers(*map(instead, makers[:3]), makers[3])
+q, v, g = torch.zeros(1, 200, 2, 128).bfloat16(), torch.zeros(1, 200, 4, 128).bfloat16(), torch.zeros(1, 200, 4)
+with torch.no_grad():
+    for edges in (None, torch.tensor([0, 0, 70, 100])):
+        for state in (None, torch.zeros(1 if edges is None else 3, 4, 128, 128).bfloat16()):
+            forward.run_forward(
+                q, q, v, g, g, batch_of(q, edges, None), scale=1.0, initial_state=state, output_final_state=True,
+                use_qk_l2norm_in_kernel=False, state_v_first=state is not None,
+            )
+for names in launched[-3:]:
+    print(*names)
+"""
+
+
+@installed("flash-qla", "tilelang")
+def test_flash_qlas_kernels_get_what_they_take() -> None:
+    """The parameters of the real programs, as they are built for SM90, beside what the adapter launches them with."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FLASH_QLA], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == [
+        "g_raw cu_seqlens chunk_indices g_cumsum",
+        "k b cu_seqlens chunk_indices a",
+        "q k v a g b h0 cu_seqlens chunk_offsets cp_seq_map raw_cu_seqlens o h ht",
+    ]

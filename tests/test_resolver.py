@@ -259,7 +259,9 @@ def test_a_known_fault_is_not_passed_over_where_the_card_cannot_be_told(capabili
 
 def test_capture_of_packed_sequences_is_a_feature_of_its_own() -> None:
     assert "capture-varlen" in make_call("gdn", "cuda:0", features={"capture", "varlen"}).features
-    assert decided(machine("h200"), features={"capture", "varlen"}).backend == "torch"
+    packed = decided(machine("h200"), features={"capture", "varlen"})
+    assert packed.backend == "flash_qla"
+    assert "feature" in codes(packed, "flashinfer", "sm90")
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,63 @@ from typing import Any
 
 from torch import Tensor
 
+from kernelreg.errors import KernelregError
 from kernelreg.ops.gdn_arguments import activate_gates
 
+from .._direct import batch_of, captured, no_gradient
 from .._packed import run_clean
 from .._pool import on_pool
-from .library import CHUNK_WORDS, RECURRENT_WORDS, chunk, chunk_with_tilelang, recurrent
+from .forward import run_forward
+from .library import CHUNK_WORDS, RECURRENT_WORDS, chunk, chunk_with_tilelang, forward, recurrent
 
 
 def chunk_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """``gdn.chunk``: see :func:`kernelreg.gdn.chunk_gated_delta_rule`."""
+    cu_seqlens = options.get("cu_seqlens")
+    tensors = (q, k, v, g, beta, options.get("initial_state"), options.get("A_log"), options.get("dt_bias"))
+    if forward is not None and no_gradient(*tensors):
+        return _below_autograd(q, k, v, g, beta, **options)
+    if cu_seqlens is not None and captured(q):
+        raise KernelregError(
+            "fla's own entry point reads cu_seqlens on the host, which a CUDA graph cannot record; accepted: without "
+            "gradients, and a release whose chunk_gated_delta_rule_fwd takes chunk_indices (0.5.0 to 0.6.0 do)"
+        )
     return _run(chunk, CHUNK_WORDS, q, k, v, g, beta, **options)
+
+
+def _below_autograd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens_cpu: Tensor | None = None,
+    **raw_gates: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if raw_gates:
+        g, beta = activate_gates(g, beta, **raw_gates)
+    return run_forward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        batch_of(q, cu_seqlens, cu_seqlens_cpu),
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
 
 
 def chunk_gated_delta_rule_tilelang(

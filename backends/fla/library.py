@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -38,6 +38,55 @@ def _private_copy(module: ModuleType, **instead: Callable[..., Any]) -> ModuleTy
     return copy
 
 
+def _rebound(function: Callable[..., Any], **instead: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under its wrappers, with others ``instead`` of the functions of its module that it calls."""
+    plain = inspect.unwrap(function)
+    if not isinstance(plain, FunctionType) or not instead.keys() <= plain.__globals__.keys():
+        raise ImportError(f"{function!r} does not call {', '.join(instead)} of its module")
+    copy = FunctionType(plain.__code__, {**plain.__globals__, **instead}, plain.__name__, plain.__defaults__)
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return copy
+
+
+def _offsets_of(cu_seqlens: Any, chunk_size: int) -> Any:
+    """``prepare_chunk_offsets`` for :func:`forward`, whose caller has laid them beside the edges.
+
+    FLA's own remembers what it has computed by the identity of the edges, whose values may have changed.
+    """
+    return cu_seqlens.chunk_offsets
+
+
+#: What :func:`chunk_gated_delta_rule_fwd` calls, each with FLA's dispatch, contiguity pass and device switch around it.
+_PARTS = ("chunk_local_cumsum", "chunk_gated_delta_rule_fwd_intra", "chunk_fwd_o", "chunk_gated_delta_rule_fwd_h")
+
+
+def _forward() -> Callable[..., Any] | None:
+    """FLA's forward below autograd, from 0.5.0 on: all that it calls is bare. None where it is put together otherwise.
+
+    It takes contiguous tensors on the current device, ``chunk_indices``, and edges with their chunk offsets as an
+    attribute; it gives the output second and the final state fourth.
+    """
+    try:
+        module = _public_chunk_module
+        inspect.unwrap(module.l2norm_fwd)
+        parts = {name: inspect.unwrap(getattr(module, name)) for name in _PARTS}
+        parts["chunk_gated_delta_rule_fwd_h"] = _rebound(
+            parts["chunk_gated_delta_rule_fwd_h"], prepare_chunk_offsets=_offsets_of
+        )
+        intra = parts["chunk_gated_delta_rule_fwd_intra"]
+        bare = {
+            name: inspect.unwrap(each)
+            for name, each in intra.__globals__.items()
+            if name == "recompute_w_u_fwd" and callable(each)
+        }
+        parts["chunk_gated_delta_rule_fwd_intra"] = _rebound(intra, **bare)
+        found = _rebound(module.chunk_gated_delta_rule_fwd, **parts)
+    except (ImportError, AttributeError):
+        return None
+    needed = {"q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens", "chunk_indices"}
+    return found if needed <= keywords_of(found) else None
+
+
 _raw_chunk = inspect.unwrap(_private_copy(_public_chunk_module).chunk_gated_delta_rule)
 _raw_recurrent = inspect.unwrap(_public_recurrent)
 
@@ -61,3 +110,7 @@ def chunk_with_tilelang() -> Callable[..., Any]:
 
 CHUNK_WORDS = keywords_of(_raw_chunk)
 RECURRENT_WORDS = keywords_of(_raw_recurrent)
+forward = _forward()
+FORWARD_WORDS = frozenset() if forward is None else keywords_of(forward)
+#: q and k of unit length, and their lengths: below FLA's dispatch.
+unit_length: Any = None if forward is None else inspect.unwrap(_public_chunk_module.l2norm_fwd)

@@ -5,7 +5,6 @@ It computes in float32 (float64 for float64 calls), with the precision of ``torc
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,11 +79,12 @@ def _run_exactly(
     elif capturing:
         prepare, layout = in_chunks, OrderedLayout(cu_seqlens, T, chunk_size(q.device))
     else:
-        edges = read_sequences(cu_seqlens, T, cu_seqlens_cpu).edges
+        packed = read_sequences(cu_seqlens, T, cu_seqlens_cpu)
+        edges = packed.edges
         if edges[-1] < T:  # what lies behind them may be anything, NaN too, and gets neither weight nor gradient
             q, k, v, g, beta = (x[:, : edges[-1]] for x in (q, k, v, g, beta))
-        longest = max((end - start for start, end in pairwise(edges)), default=0)
-        layout = PackedLayout(edges, min(chunk, _chunk_for(longest)), q.device)
+        rows = min(chunk, _chunk_for(packed.longest))
+        layout = packed.keep(("torch", rows), lambda: PackedLayout(edges, rows, q.device))
     g, beta = activate_gates(g, beta, **raw_gates)
     rule = Rule(prepare, use_qk_l2norm_in_kernel, K**-0.5 if scale is None else scale)
     o, final = rule.scan((q, k, v, g, beta), state, layout)

@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 
 from kernelreg.call import DTYPES
 from kernelreg.errors import CallError
+from kernelreg.ops.gdn_plan import Plan
 from kernelreg.ops.gdn_sequences import host_edges
 
 _REQUIRED = ("q", "k", "v", "g", "beta")
@@ -38,6 +39,7 @@ def check_arguments(
     state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     options: Mapping[str, Any] = _NONE,
+    plan: Plan | None = None,
 ) -> None:
     """Refuse what no backend could mean, before any kernel reads beyond a tensor.
 
@@ -45,6 +47,7 @@ def check_arguments(
 
     Args:
         options: the further keywords of the call, of :class:`kernelreg.gdn.Options`.
+        plan: what ``cu_seqlens`` is from, if it is from one.
 
     Raises:
         CallError: names the argument, what it is and what the contract says.
@@ -79,7 +82,10 @@ def check_arguments(
         if B != 1:
             raise _shape("q", q, "[1, T, H, K] with cu_seqlens: the sequences are packed in one row")
         sequences = cu_seqlens.shape[0] - 1
-        edges = host_edges(cu_seqlens, T, options.get("cu_seqlens_cpu"))
+        if plan is None:
+            edges = host_edges(cu_seqlens, T, options.get("cu_seqlens_cpu"))
+        else:
+            _check_plan(plan, q)
     elif options.get("cu_seqlens_cpu") is not None:
         raise CallError("cu_seqlens_cpu without cu_seqlens, whose values it has; accepted: both, or neither")
     if not q.dtype == k.dtype == v.dtype:
@@ -134,6 +140,13 @@ def yes_or_no(name: str, value: object) -> bool:
     if value is None or number or type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise CallError(f"{name} is a {type(value).__name__}; accepted: True or False")
+
+
+def _check_plan(plan: Plan, q: Tensor) -> None:
+    if q.device != plan.device:
+        raise CallError(f"q is on {q.device}; accepted: the plan's device, {plan.device}")
+    if q.shape[1] != plan.max_tokens:
+        raise _shape("q", q, f"[1, {plan.max_tokens}, H, K]: T is the plan's max_tokens")
 
 
 def _check_gates(options: Mapping[str, Any], HV: int) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +16,8 @@ from kernelreg.errors import CallError
 
 #: Layouts remembered; a model's layers share one cu_seqlens tensor per batch.
 _CAPACITY = 16
+
+Kept = TypeVar("Kept")
 
 
 class Sequences:
@@ -25,18 +30,35 @@ class Sequences:
             that cache by a tensor's identity cannot mistake it for what the caller's tensor held before.
     """
 
-    __slots__ = ("edges", "filled", "packed")
+    __slots__ = ("_kept", "edges", "filled", "packed")
 
-    def __init__(self, edges: tuple[int, ...], cu_seqlens: Tensor) -> None:
+    def __init__(self, edges: tuple[int, ...], filled: Tensor | None, packed: Tensor) -> None:
+        self.edges, self.filled, self.packed = edges, filled, packed
+        self._kept: dict[Hashable, Any] = {}
+
+    @classmethod
+    def of(cls, edges: tuple[int, ...], cu_seqlens: Tensor) -> Sequences:
+        """Those of a tensor that has these values."""
         lengths = [end - start for start, end in pairwise(edges)]
         filled = [place for place, length in enumerate(lengths) if length]
-        self.edges = edges
-        self.filled: Tensor | None = None
-        self.packed = cu_seqlens.to(torch.int64, copy=True)
-        if len(filled) < len(lengths):
-            self.filled = torch.tensor(filled, dtype=torch.int64, device=cu_seqlens.device)
-            ends = [0, *(edges[place + 1] for place in filled)]
-            self.packed = torch.tensor(ends, dtype=torch.int64, device=cu_seqlens.device)
+        if len(filled) == len(lengths):
+            return cls(edges, None, cu_seqlens.to(torch.int64, copy=True))
+        ends = [0, *(edges[place + 1] for place in filled)]
+        device = cu_seqlens.device
+        numbers, packed = (torch.tensor(each, dtype=torch.int64, device=device) for each in (filled, ends))
+        return cls(edges, numbers, packed)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max((end - start for start, end in pairwise(self.edges)), default=0)
+
+    def keep(self, name: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What an adapter derives from these sequences: made once for all layers."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        kept: Kept = self._kept[name]
+        return kept
 
 
 class _Memory:
@@ -58,6 +80,28 @@ class _Memory:
 
 
 _memory = _Memory()
+
+
+class Holder(Protocol):
+    """What keeps a ``cu_seqlens`` and the host's copy of it together, and changes them together."""
+
+    cu_seqlens: Tensor
+    sequences: Sequences
+
+
+#: By the identity of their ``cu_seqlens``, which lives at least as long as its holder.
+_holders: WeakValueDictionary[int, Holder] = WeakValueDictionary()
+
+
+def hold(holder: Holder) -> None:
+    """Let :func:`read_sequences` give what the holder has for its ``cu_seqlens``."""
+    _holders[id(holder.cu_seqlens)] = holder
+
+
+def holder_of(cu_seqlens: Tensor) -> Holder | None:
+    """What holds this very tensor, if anything does."""
+    found = _holders.get(id(cu_seqlens))
+    return found if found is not None and found.cu_seqlens is cu_seqlens else None
 
 
 def host_edges(cu_seqlens: Tensor, tokens: int, cu_seqlens_cpu: Tensor | None = None) -> tuple[int, ...] | None:
@@ -82,22 +126,39 @@ def read_sequences(cu_seqlens: Tensor, tokens: int, cu_seqlens_cpu: Tensor | Non
     Raises:
         CallError: it does not start at 0, goes back, or ends behind the last token.
     """
+    holder = holder_of(cu_seqlens)
+    if holder is not None:
+        return holder.sequences
     version = None if torch.is_inference(cu_seqlens) else cu_seqlens._version
     known = None if version is None else _memory.get(cu_seqlens, version)
     edges = host_edges(cu_seqlens, tokens, cu_seqlens_cpu)  # values on the host cost nothing to read again
     if known is not None and (known.edges[-1] <= tokens if edges is None else known.edges == edges):
         return known
-    sequences = Sequences(_checked(cu_seqlens, tokens) if edges is None else edges, cu_seqlens)
+    sequences = Sequences.of(_checked(cu_seqlens, tokens) if edges is None else edges, cu_seqlens)
     if version is not None and cu_seqlens_cpu is None:
         _memory.put(cu_seqlens, version, sequences)
     return sequences
 
 
 def _checked(values: Tensor, tokens: int) -> tuple[int, ...]:
-    edges = values.tolist()
-    if edges[0] != 0 or edges[-1] > tokens or edges != sorted(edges):
-        raise CallError(f"cu_seqlens is {_short(edges)}; accepted: from 0, never back, and not beyond T = {tokens}")
-    return tuple(edges)
+    return tuple(check_edges("cu_seqlens", values.tolist(), tokens))
+
+
+def check_edges(name: str, edges: list[int], tokens: int | None = None) -> list[int]:
+    """The edges, if they are some.
+
+    Args:
+        name: the argument's.
+        tokens: T, where it is known.
+
+    Raises:
+        CallError: they do not start at 0, go back, or end behind the last token.
+    """
+    last = edges[-1] if tokens is None else tokens
+    if edges[0] != 0 or edges[-1] > last or edges != sorted(edges):
+        limit = "and never back" if tokens is None else f"never back, and not beyond T = {tokens}"
+        raise CallError(f"{name} is {_short(edges)}; accepted: from 0, {limit}")
+    return edges
 
 
 def _check_host(cu_seqlens_cpu: object, cu_seqlens: Tensor) -> None:

@@ -66,16 +66,14 @@ def test_a_graph_warmed_up_with_another_cu_seqlens_is_refused_before_anything_is
     import kernelreg
 
     call = gdn_call(H=4, HV=8, K=128, V=128, dtype=torch.bfloat16, edges=[0, 100, 300], device="cuda")
-    for backend in ("fla", "flash_qla", "flashinfer"):
-        graph = torch.cuda.CUDAGraph()
-        with (
-            kernelreg.use(backend=backend),
-            pytest.raises(kernelreg.NoBackendError, match="capture"),
-            torch.cuda.graph(graph),
-        ):
-            kernelreg.gdn.chunk_gated_delta_rule(**call)
-        assert float(torch.ones(3, device="cuda").sum()) == 3.0  # the stream works
-        record("hazard: CUDA graph, varlen, warmed up with another cu_seqlens", backend, "refused: capture-varlen")
+    with (
+        kernelreg.use(backend="flashinfer"),
+        pytest.raises(kernelreg.NoBackendError, match="capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        kernelreg.gdn.chunk_gated_delta_rule(**call)
+    assert float(torch.ones(3, device="cuda").sum()) == 3.0  # the stream works
+    record("hazard: CUDA graph, varlen, warmed up with another cu_seqlens", "flashinfer", "refused: capture-varlen")
 
 
 def test_why_flash_qla_refuses_bfloat16_gates(record: Record) -> None:
