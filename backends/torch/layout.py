@@ -119,11 +119,14 @@ class SingleLayout:
     def __init__(self, length: int, chunk: int, state: Tensor) -> None:
         self._batch, self._length, self._chunk = len(state), length, chunk
         HV, K, V = state.shape[1:]
-        self.at_once = max(1, elements_at_once(state.device) // (HV * V * max(K, chunk)))
+        self.at_once = max(1, 4 * elements_at_once(state.device) // (HV * V * max(K, chunk)))
 
     def blocks(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
         """:attr:`Block.inputs` of each block, of ``[B, T, heads, …]``."""
         rows = [x.transpose(1, 2) for x in _padded(inputs, self._chunk)]
+        if self._batch <= self.at_once:
+            yield _rows(rows, dtype)
+            return
         for part in zip(*(x.split(self.at_once) for x in rows), strict=True):
             yield _rows(part, dtype)
 
