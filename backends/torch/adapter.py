@@ -77,8 +77,7 @@ def _run_exactly(
     layout: Layout
     if cu_seqlens is None:
         chunk = min(chunk, _chunk_for(T))
-        single = 0 < T <= chunk and state.numel()
-        layout = SingleLayout(T, chunk, state) if single else EqualLayout(B, T, chunk)
+        layout = SingleLayout(T, chunk) if 0 < T <= chunk and v.numel() else EqualLayout(B, T, chunk)
     elif capturing:
         prepare, layout = in_chunks, OrderedLayout(cu_seqlens, T, chunk_size(q.device))
     else:

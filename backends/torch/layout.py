@@ -105,38 +105,23 @@ class EqualLayout:
 
 
 class SingleLayout:
-    """A dense batch whose sequences are one chunk each: its blocks are sequences.
+    """A dense batch whose sequences are one chunk each, as in decode: one block of one step.
 
     Args:
-        length: T, at least 1.
+        length: T.
         chunk: C, at least T.
-        state: ``[B, HV, K, V]``, and not empty.
-
-    Attributes:
-        at_once: how many sequences are in a block, at most.
     """
 
-    def __init__(self, length: int, chunk: int, state: Tensor) -> None:
-        self._batch, self._length, self._chunk = len(state), length, chunk
-        HV, K, V = state.shape[1:]
-        self.at_once = max(1, 4 * elements_at_once(state.device) // (HV * V * max(K, chunk)))
+    def __init__(self, length: int, chunk: int) -> None:
+        self._length, self._chunk = length, chunk
 
-    def blocks(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
-        """:attr:`Block.inputs` of each block, of ``[B, T, heads, …]``."""
-        rows = [x.transpose(1, 2) for x in _padded(inputs, self._chunk)]
-        if self._batch <= self.at_once:
-            yield _rows(rows, dtype)
-            return
-        for part in zip(*(x.split(self.at_once) for x in rows), strict=True):
-            yield _rows(part, dtype)
+    def rows(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The block's inputs, of ``[B, T, heads, …]`` each."""
+        return _rows([x.transpose(1, 2) for x in _padded(inputs, self._chunk)], dtype)
 
-    def outputs(self, v: Tensor) -> Parts:
-        """For ``[sequences, C, HV, V]`` of each block."""
-        return Parts(self._batch, 0, v.dtype)
-
-    def join(self, outputs: Parts, v: Tensor) -> Tensor:
-        """The outputs as ``[B, T, HV, V]``."""
-        return outputs.whole()[:, : self._length]
+    def join(self, outputs: Tensor) -> Tensor:
+        """``[B, C, HV, V]`` to ``[B, T, HV, V]``."""
+        return outputs[:, : self._length]
 
 
 class PackedLayout:

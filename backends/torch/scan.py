@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .layout import Layout, OrderedLayout, Parts, SingleLayout
+from .layout import Layout, OrderedLayout, SingleLayout
 
 
 class Prepared(Protocol):
@@ -48,9 +48,11 @@ class Rule(NamedTuple):
         """
         if isinstance(layout, OrderedLayout):
             return self._scan_ordered(inputs, state, layout)
-        if isinstance(layout, SingleLayout):
-            return self._scan_single(inputs, state, layout)
         heads = state.shape[1]
+        if isinstance(layout, SingleLayout):
+            prepared = self.prepare(layout.rows(inputs, state.dtype), self.unit_length)
+            o, final = prepared.step(state.flatten(0, 1), self.scale)
+            return layout.join(_tokens_first(o, heads).to(inputs[2].dtype)), final.view(state.shape)
         start = running = (state if layout.order is None else state.index_select(0, layout.order)).flatten(0, 1)
         outputs = layout.outputs(inputs[2])
         finished: list[Tensor] = []
@@ -68,16 +70,6 @@ class Rule(NamedTuple):
         if layout.order is not None:
             final = final.index_select(0, layout.order.argsort())
         return layout.join(outputs, inputs[2]), final
-
-    def _scan_single(self, inputs: tuple[Tensor, ...], state: Tensor, layout: SingleLayout) -> tuple[Tensor, Tensor]:
-        """:meth:`scan` without a loop over chunks: some sequences after the other, so that their states fit the cache."""
-        heads = state.shape[1]
-        outputs, finals = layout.outputs(inputs[2]), Parts(len(state), 0, state.dtype)
-        for block, start in zip(layout.blocks(inputs, state.dtype), state.split(layout.at_once), strict=True):
-            o, final = self.prepare(block, self.unit_length).step(start.flatten(0, 1), self.scale)
-            outputs.add(_tokens_first(o, heads))
-            finals.add(final.view(start.shape))
-        return layout.join(outputs, inputs[2]), finals.whole()
 
     def _scan_ordered(self, inputs: tuple[Tensor, ...], state: Tensor, layout: OrderedLayout) -> tuple[Tensor, Tensor]:
         """:meth:`scan` one row after the other, in launches that depend on shapes alone."""
