@@ -101,7 +101,7 @@ class EqualLayout:
     def join(self, outputs: Parts, v: Tensor) -> Tensor:
         """The outputs as ``[B, T, HV, V]``."""
         whole = outputs.whole()
-        return torch.zeros_like(v) if whole is None else whole[:, : self._length]
+        return _zeros(v) if whole is None else whole[:, : self._length]
 
 
 class SingleLayout:
@@ -247,7 +247,7 @@ class _Index:
     def scatter(self, outputs: Parts, v: Tensor) -> Tensor:
         rows = outputs.whole()
         if rows is None:
-            return torch.zeros_like(v)
+            return _zeros(v)
         tokens = v.shape[1]
         index = torch.where(self._inside, self._index, tokens)  # one spare token, which is cut off
         o = v.new_zeros(tokens + 1, *v.shape[2:])
@@ -259,6 +259,11 @@ class _Index:
 
 #: What the rule is computed on.
 Layout = EqualLayout | SingleLayout | PackedLayout | OrderedLayout
+
+
+def _zeros(v: Tensor) -> Tensor:
+    """As many zeros, in v's graph: what comes of no chunk can be followed by autograd like any other output."""
+    return v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0)
 
 
 def _padded(inputs: Sequence[Tensor], length: int) -> Sequence[Tensor]:

@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
     attention: Tensor
 
     def step(self, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        held, read = torch.bmm(self.reads, state).split(1, 1)
+        held, read = torch.split(torch.bmm(self.reads, state), 1, 1)
         corrections = torch.addcmul(self.values, self.beta, held, value=-1)
         o = torch.addcmul(read, self.attention, corrections) * scale
         return o, (self.decay * state).addcmul_(self.keys.mT, corrections)
@@ -44,6 +44,6 @@ def token_by_token(inputs: Sequence[Tensor], unit_length: bool) -> Tokens:
     if group > 1:
         both = both.repeat_interleave(group, 1)
     both, decay, beta = both.flatten(0, 1), g.exp().view(-1, 1, 1), beta.view(-1, 1, 1)
-    keys, queries = both.split(1, 1)
+    keys, queries = torch.split(both, 1, 1)
     attention = (keys * queries).sum(-1, keepdim=True)
     return Tokens(beta * v.flatten(0, 1), decay * both, keys, decay, beta, attention)

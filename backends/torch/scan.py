@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +12,7 @@ from .layout import Layout, OrderedLayout, SingleLayout
 
 
 class Prepared(Protocol):
-    """What a block's chunks need of their own tokens alone: tensors ``[M, …]``, with M = chunks × value heads."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """The tensors."""
-
-    def _make(self, iterable: Iterable[Tensor], /) -> Prepared:
-        """The same of other tensors."""
+    """What a block's chunks need of their own tokens alone: a named tuple of ``[M, …]``, M = chunks × value heads."""
 
     def step(self, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Outputs ``[M, C, V]``, and the states after the chunks from ``[M, K, V]``, the states before them."""
@@ -79,8 +73,9 @@ class Rule(NamedTuple):
         starts = torch.cat([state, state.new_zeros(1, *state.shape[1:])])  # the last is unused rows'
         finals = starts.clone()
         running = starts[-1]
-        sequences = torch.split(layout.sequence, 1)
-        for row, (sequence, chunk) in enumerate(zip(sequences, _split(prepared, [heads] * len(sequences)), strict=True)):
+        sequences = layout.sequence[:, None].unbind()
+        chunks = _split(prepared, [heads] * len(sequences))
+        for row, (sequence, chunk) in enumerate(zip(sequences, chunks, strict=True)):
             running = torch.where(layout.first[row], starts.index_select(0, sequence)[0], running)
             o, running = chunk.step(running, self.scale)
             finals.index_copy_(0, sequence, running[None])
@@ -88,11 +83,11 @@ class Rule(NamedTuple):
         return layout.join(outputs, inputs[2]), finals[:-1]
 
 
-def _split(prepared: Prepared, sizes: list[int]) -> Iterator[Prepared]:
-    """The rows of the steps."""
+def _split(prepared: Any, sizes: list[int]) -> Iterator[Prepared]:
+    """The rows of each step, of a :class:`Prepared`."""
     if len(sizes) == 1:
         return iter([prepared])
-    return map(prepared._make, zip(*(x.split(sizes) for x in prepared), strict=True))
+    return map(prepared._make, zip(*(torch.split(x, sizes) for x in prepared), strict=True))
 
 
 def _tokens_first(o: Tensor, heads: int) -> Tensor:
