@@ -141,6 +141,19 @@ def test_nan_behind_the_last_sequence_stays_there(function: Any) -> None:
 
 
 @both
+@pytest.mark.parametrize("T", [1, 20, 100])
+def test_nan_stays_in_its_sequence(function: Any, T: int) -> None:
+    call = gdn_call(B=3, T=T, normalised=True)
+    clean, clean_final = function(**call)
+    for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        call[name][1] = float("nan")
+    o, final = function(**call)
+    assert o[1].isnan().all()
+    assert torch.equal(o[::2], clean[::2])
+    assert torch.equal(final[::2], clean_final[::2])
+
+
+@both
 def test_states_may_be_v_first_strided_and_in_half_precision(function: Any) -> None:
     call = gdn_call()
     wanted_o, wanted_final = expected({**call, "initial_state": call["initial_state"].bfloat16()})
@@ -210,6 +223,18 @@ def test_the_layout_for_cuda_graphs_gives_the_same() -> None:
         wanted_o, wanted_final = expected(call)
         assert relative(o, wanted_o) <= 1e-10
         assert relative(final, wanted_final) <= 1e-10
+
+
+def test_the_layout_for_cuda_graphs_gives_zeros_where_there_is_no_row() -> None:
+    from importlib import import_module
+
+    chunk, layout, scan = (import_module(f"kernelreg_backends.torch.{name}") for name in ("chunk", "layout", "scan"))
+    call = gdn_call(T=10, edges=[0])
+    inputs = tuple(call[name] for name in ("q", "k", "v", "g", "beta"))
+    ordered = layout.OrderedLayout(call["cu_seqlens"], 10, 16)
+    o, _ = scan.Rule(chunk.in_chunks, False, 1.0).scan(inputs, call["initial_state"], ordered)
+    assert o.shape == call["v"].shape
+    assert not o.any()
 
 
 def test_long_batches_are_worked_on_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kernelreg.ops.gdn_sequences import read_sequences
 
 from .._pool import on_pool
 from .chunk import chunk_size, in_chunks
-from .layout import EqualLayout, OrderedLayout, PackedLayout
+from .layout import EqualLayout, Layout, OrderedLayout, PackedLayout, SingleLayout
 from .recurrent import token_by_token
 from .scan import Prepare, Rule
 
@@ -73,9 +73,10 @@ def _run_exactly(
     else:
         state = (initial_state.mT if state_v_first else initial_state).to(wide)
     capturing = cu_seqlens is not None and q.is_cuda and torch.cuda.is_current_stream_capturing()
-    layout: EqualLayout | PackedLayout | OrderedLayout
+    layout: Layout
     if cu_seqlens is None:
-        layout = EqualLayout(B, T, min(chunk, _chunk_for(T)))
+        chunk = min(chunk, _chunk_for(T))
+        layout = SingleLayout(T, chunk) if 0 < T <= chunk and v.numel() else EqualLayout(B, T, chunk)
     elif capturing:
         prepare, layout = in_chunks, OrderedLayout(cu_seqlens, T, chunk_size(q.device))
     else:

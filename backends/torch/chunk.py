@@ -9,7 +9,7 @@ and outputs and next state follow from U by matrix products (Yang et al., "Gated
 sums over exactly the tokens between, never differences of prefix sums: a strong decay early in a chunk costs later
 tokens no precision, and a gate of minus infinity is a clean reset.
 
-What does not need S is computed for a block of chunks at once; a step of the loop over chunks is four operations.
+What does not need S is computed for a block of chunks at once; a step of the loop over chunks is six operations.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class Chunks(NamedTuple):
     """What chunks need of their own tokens alone, as :class:`Prepared` has it.
 
     Attributes:
-        values: ``[M, C, V]``, the corrections if the state before a chunk were zero.
-        reads: ``[M, 2C, K]``: times the state, what that takes from the corrections, then what the queries read.
+        values: ``[M, C, V]``.
+        reads: ``[M, 2C, K]``: times the state before a chunk, what it holds for the keys and then for the queries.
+        solved: ``[M, C, C]``: times what the state lacks of the values, the corrections.
         keys: ``[M, C, K]``, decayed to the chunk's end.
         decay: ``[M, 1, 1]``, of the state over the chunk.
         attention: ``[M, C, C]``, what the queries read of the corrections.
@@ -44,42 +45,43 @@ class Chunks(NamedTuple):
 
     values: Tensor
     reads: Tensor
+    solved: Tensor
     keys: Tensor
     decay: Tensor
     attention: Tensor
 
-    def step(self, rows: slice, state: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        taken, read = torch.bmm(self.reads[rows], state).chunk(2, 1)
-        corrections = self.values[rows] - taken
-        return (read, corrections), (self.decay[rows] * state).baddbmm_(self.keys[rows].mT, corrections)
-
-    def outputs(self, parts: Sequence[tuple[Tensor, ...]], scale: float) -> Tensor:
-        read, corrections = (torch.cat(each) for each in zip(*parts, strict=True))
-        return read.baddbmm_(self.attention, corrections, beta=scale, alpha=scale)
+    def step(self, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        held, read = torch.bmm(self.reads, state).chunk(2, 1)
+        corrections = torch.bmm(self.solved, self.values - held)
+        o = torch.baddbmm(read, self.attention, corrections, beta=scale, alpha=scale)
+        return o, (self.decay * state).baddbmm_(self.keys.mT, corrections)
 
 
 def in_chunks(inputs: Sequence[Tensor], unit_length: bool) -> Chunks:
     """A block's chunks, ready for the loop over them."""
-    q, k, v, g, beta = inputs
+    both, v, g, beta = inputs
     if unit_length:
-        q, k = to_unit_length(q), to_unit_length(k)
-    heads, size = q.shape[1:3]
-    # [R, H, 1 or value heads of a group, C, D]: what a group shares is computed once and broadcast.
-    q, k = q.unsqueeze(2), k.unsqueeze(2)
+        both = to_unit_length(both)
+    heads, size = both.shape[1], v.shape[2]
+    # [R, H, 1 or value heads of a group, C, …]: what a group shares is computed once and broadcast.
     v, g, beta = (torch.unflatten(x, 1, (heads, -1)) for x in (v, g, beta))
     start, between = _decays(g)
+    both = torch.unflatten(both, 2, (1, 2, size))
+    k = both[..., 0, :, :]
+    products = torch.unflatten(both.flatten(-3, -2) @ k.mT, -2, (2, size)) * between.unsqueeze(-3)
+    of_keys, of_queries = products.unbind(-3)
     # The solver reads what is below the diagonal and nothing else.
-    system = beta[..., None] * (k @ k.mT) * between
     unit = torch.eye(size, dtype=g.dtype, device=g.device)
-    inverse = torch.linalg.solve_triangular(system, unit, upper=False, left=False, unitriangular=True)
-    by_value = inverse * beta[..., None, :]
-    by_key = by_value * start[..., None, :]
+    inverse = torch.linalg.solve_triangular(
+        beta[..., None] * of_keys, unit, upper=False, left=False, unitriangular=True
+    )
     return Chunks(
-        values=(by_value @ v).flatten(0, 2),
-        reads=torch.cat([by_key @ k, q * start[..., None]], -2).flatten(0, 2),
+        values=v.flatten(0, 2),
+        reads=(both * start[..., None, :, None]).flatten(0, 2).flatten(1, 2),
+        solved=(inverse * beta[..., None, :]).flatten(0, 2),
         keys=(k * between[..., -1, :, None]).flatten(0, 2),
         decay=start[..., -1:, None].flatten(0, 2),
-        attention=((q @ k.mT) * between).tril_().flatten(0, 2),
+        attention=of_queries.tril().flatten(0, 2),
     )
 
 

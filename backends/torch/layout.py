@@ -7,7 +7,6 @@ sequence that still has one; its chunks are rows, one after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,8 @@ class Block(NamedTuple):
 
     Attributes:
         steps: how many sequences have a chunk at each step; never grows, and sums to R, the rows of the block.
-        inputs: q and k ``[R, H, C, K]``, v ``[R, HV, C, V]``, g and beta ``[R, HV, C]``, of the dtype to compute in.
+        inputs: k and then q ``[R, H, 2C, K]``, v ``[R, HV, C, V]``, g and beta ``[R, HV, C]``, of the dtype to compute
+            in.
     """
 
     steps: tuple[int, ...]
@@ -36,6 +36,39 @@ def _tokens_at_once(v: Tensor) -> int:
     return elements_at_once(v.device) // max(1, v.shape[2] * v.shape[3])
 
 
+class Parts:
+    """``torch.cat`` of parts that come one by one, all of some dtype in the end.
+
+    Without gradients each is written to its place as it comes, so that not all are there twice.
+
+    Args:
+        size, dim: of the whole.
+    """
+
+    def __init__(self, size: int, dim: int, dtype: torch.dtype) -> None:
+        self._size, self._dim, self._dtype = size, dim, dtype
+        self._parts: list[Tensor] = []
+        self._whole: Tensor | None = None
+        self._end = 0
+
+    def add(self, part: Tensor) -> None:
+        length = part.shape[self._dim]
+        if part.requires_grad or length == self._size:
+            self._parts.append(part.to(self._dtype))
+            return
+        if self._whole is None:
+            shape = [*part.shape[: self._dim], self._size, *part.shape[self._dim + 1 :]]
+            self._whole = part.new_empty(shape, dtype=self._dtype)
+        self._whole.narrow(self._dim, self._end, length).copy_(part)
+        self._end += length
+
+    def whole(self) -> Tensor | None:
+        """The parts together, None where there were none."""
+        if len(self._parts) == 1:
+            return self._parts[0]
+        return torch.cat(self._parts, self._dim) if self._parts else self._whole
+
+
 class EqualLayout:
     """The chunks of a dense batch: views of it, unless its length is no multiple of a chunk.
 
@@ -48,31 +81,47 @@ class EqualLayout:
 
     def __init__(self, batch: int, length: int, chunk: int) -> None:
         self._batch, self._length, self._chunk = batch, length, chunk
+        self._places = -(-length // chunk)
 
     def blocks(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Block]:
         """The blocks of ``[B, T, heads, …]`` each."""
         if not inputs[2].numel():
             return
-        places = -(-self._length // self._chunk)
-        if missing := places * self._chunk - self._length:
-            inputs = [pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) for x in inputs]
-        if places == 1:
-            yield Block((self._batch,), tuple(_rows(x.transpose(1, 2), dtype) for x in inputs))
-            return
         at_once = max(1, _tokens_at_once(inputs[2]) // (self._batch * self._chunk))
-        parts = (torch.split(torch.unflatten(x, 1, (places, self._chunk)), at_once, 1) for x in inputs)
+        padded = _padded(inputs, self._places * self._chunk)
+        parts = (torch.split(torch.unflatten(x, 1, (self._places, self._chunk)), at_once, 1) for x in padded)
         for part in zip(*parts, strict=True):
-            rows = (_rows(x.transpose(0, 1).transpose(2, 3), dtype).flatten(0, 1) for x in part)
-            yield Block((self._batch,) * part[0].shape[1], tuple(rows))
+            rows = _rows([x.transpose(0, 1).transpose(2, 3) for x in part], dtype)
+            yield Block((self._batch,) * part[0].shape[1], tuple(x.flatten(0, 1) for x in rows))
 
-    def join(self, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
-        """``[R, C, HV, V]`` of each block to the shape of ``like``, ``[B, T, HV, V]``."""
-        places = -(-self._length // self._chunk)
-        if places == 1:
-            return next(outputs, like)[:, : self._length]
-        parts = (torch.unflatten(x, 0, (-1, self._batch)).transpose(0, 1) for x in outputs)
-        whole = _cat(parts, places, 1)
-        return like if whole is None else whole.flatten(1, 2)[:, : self._length]
+    def outputs(self, v: Tensor) -> Parts:
+        """For ``[B, C, HV, V]`` of each step."""
+        return Parts(self._places * self._chunk, 1, v.dtype)
+
+    def join(self, outputs: Parts, v: Tensor) -> Tensor:
+        """The outputs as ``[B, T, HV, V]``."""
+        whole = outputs.whole()
+        return _zeros(v) if whole is None else whole[:, : self._length]
+
+
+class SingleLayout:
+    """A dense batch whose sequences are one chunk each, as in decode: one block of one step.
+
+    Args:
+        length: T.
+        chunk: C, at least T.
+    """
+
+    def __init__(self, length: int, chunk: int) -> None:
+        self._length, self._chunk = length, chunk
+
+    def rows(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The block's inputs, of ``[B, T, heads, …]`` each."""
+        return _rows([x.transpose(1, 2) for x in _padded(inputs, self._chunk)], dtype)
+
+    def join(self, outputs: Tensor) -> Tensor:
+        """``[B, C, HV, V]`` to ``[B, T, HV, V]``."""
+        return outputs[:, : self._length]
 
 
 class PackedLayout:
@@ -109,11 +158,15 @@ class PackedLayout:
         steps = list(self._groups(_tokens_at_once(inputs[2])))
         parts = (torch.split(x, [sum(each) for each in steps]) for x in self._rows.gather(*inputs))
         for each, part in zip(steps, zip(*parts, strict=True), strict=True):
-            yield Block(each, tuple(_rows(x.transpose(1, 2), dtype) for x in part))
+            yield Block(each, _rows([x.transpose(1, 2) for x in part], dtype))
 
-    def join(self, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
-        """``[R, C, HV, V]`` of each block to the shape of ``like``, ``[1, T, HV, V]``."""
-        return self._rows.scatter(outputs, like)
+    def outputs(self, v: Tensor) -> Parts:
+        """For ``[rows, C, HV, V]`` of each step."""
+        return self._rows.outputs(v)
+
+    def join(self, outputs: Parts, v: Tensor) -> Tensor:
+        """The outputs as ``[1, T, HV, V]``."""
+        return self._rows.scatter(outputs, v)
 
     def _groups(self, tokens: int) -> Iterator[tuple[int, ...]]:
         """The steps, in groups of about so many tokens."""
@@ -159,11 +212,15 @@ class OrderedLayout:
 
     def rows(self, inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A block's inputs, of ``[1, T, heads, …]`` each."""
-        return tuple(_rows(x.transpose(1, 2), dtype) for x in self._rows.gather(*inputs))
+        return _rows([x.transpose(1, 2) for x in self._rows.gather(*inputs)], dtype)
 
-    def join(self, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
-        """``[R, C, HV, V]`` in parts to the shape of ``like``, ``[1, T, HV, V]``."""
-        return self._rows.scatter(outputs, like)
+    def outputs(self, v: Tensor) -> Parts:
+        """For ``[1, C, HV, V]`` of each row."""
+        return self._rows.outputs(v)
+
+    def join(self, outputs: Parts, v: Tensor) -> Tensor:
+        """The outputs as ``[1, T, HV, V]``."""
+        return self._rows.scatter(outputs, v)
 
 
 class _Index:
@@ -184,32 +241,41 @@ class _Index:
         for x in (g, beta):
             yield self._gather(x).masked_fill(~self._inside[..., None], 0)
 
-    def scatter(self, outputs: Iterator[Tensor], like: Tensor) -> Tensor:
-        rows = _cat(outputs, len(self._index), 0)
+    def outputs(self, v: Tensor) -> Parts:
+        return Parts(len(self._index), 0, v.dtype)
+
+    def scatter(self, outputs: Parts, v: Tensor) -> Tensor:
+        rows = outputs.whole()
         if rows is None:
-            return like
-        tokens = like.shape[1]
+            return _zeros(v)
+        tokens = v.shape[1]
         index = torch.where(self._inside, self._index, tokens)  # one spare token, which is cut off
-        o = like.new_zeros(tokens + 1, *like.shape[2:])
+        o = v.new_zeros(tokens + 1, *v.shape[2:])
         return o.index_copy(0, index.flatten(), rows.flatten(0, 1))[None, :tokens]
 
     def _gather(self, x: Tensor) -> Tensor:
         return torch.unflatten(x[0].index_select(0, self._index.flatten()), 0, self._index.shape)
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The view as a contiguous tensor of the dtype, in one copy at most."""
-    return x.contiguous() if x.dtype == dtype else x.to(dtype, memory_format=torch.contiguous_format)
+#: What the rule is computed on.
+Layout = EqualLayout | SingleLayout | PackedLayout | OrderedLayout
 
 
-def _cat(parts: Iterator[Tensor], size: int, dim: int) -> Tensor | None:
-    """``torch.cat``, to this size; without gradients one part at a time, so that not all are there twice."""
-    first = next(parts, None)
-    if first is None or first.requires_grad:
-        return None if first is None else torch.cat([first, *parts], dim)
-    whole = first.new_empty([*first.shape[:dim], size, *first.shape[dim + 1 :]])
-    end = 0
-    for part in chain([first], parts):
-        whole.narrow(dim, end, part.shape[dim]).copy_(part)
-        end += part.shape[dim]
-    return whole
+def _zeros(v: Tensor) -> Tensor:
+    """As many zeros, in v's graph: what comes of no chunk can be followed by autograd like any other output."""
+    return v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0)
+
+
+def _padded(inputs: Sequence[Tensor], length: int) -> Sequence[Tensor]:
+    """``[B, T, …]`` each to that length, with zeros, which change no state."""
+    missing = length - inputs[2].shape[1]
+    return [pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) for x in inputs] if missing else inputs
+
+
+def _rows(inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """:attr:`Block.inputs` from views ``[…, heads, C, …]`` of q, k, v, g and beta; contiguous, and of the dtype."""
+    q, k, *others = inputs
+    return tuple(
+        x.contiguous() if x.dtype == dtype else x.to(dtype, memory_format=torch.contiguous_format)
+        for x in (torch.cat([k, q], -2), *others)
+    )

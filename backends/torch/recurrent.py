@@ -12,39 +12,38 @@ from kernelreg.ops.gdn_arguments import to_unit_length
 
 
 class Tokens(NamedTuple):
-    """What tokens need of themselves alone, as :class:`Prepared` has it.
+    """What tokens need of themselves alone, as :class:`Prepared` has it: chunks of one, without their small products.
 
     Attributes:
         values: ``[M, 1, V]``, times beta.
-        reads: ``[M, 1, K]``: times the state before a token, what that takes from the values.
-        keys, queries: ``[M, 1, K]``.
-        decay: ``[M, 1, 1]``.
+        reads: ``[M, 2, K]``: times the state before a token, what the decayed one holds for the key and for the query.
+        keys: ``[M, 1, K]``.
+        decay, beta, attention: ``[M, 1, 1]``; the last is what the query reads of the corrections.
     """
 
     values: Tensor
     reads: Tensor
     keys: Tensor
-    queries: Tensor
     decay: Tensor
+    beta: Tensor
+    attention: Tensor
 
-    def step(self, rows: slice, state: Tensor) -> tuple[tuple[Tensor], Tensor]:
-        corrections = self.values[rows] - torch.bmm(self.reads[rows], state)
-        state = (self.decay[rows] * state).addcmul_(self.keys[rows].mT, corrections)
-        return (torch.bmm(self.queries[rows], state),), state
-
-    def outputs(self, parts: Sequence[tuple[Tensor, ...]], scale: float) -> Tensor:
-        return torch.cat([part for (part,) in parts]) * scale
+    def step(self, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        held, read = torch.split(torch.bmm(self.reads, state), 1, 1)
+        corrections = torch.addcmul(self.values, self.beta, held, value=-1)
+        o = torch.addcmul(read, self.attention, corrections) * scale
+        return o, (self.decay * state).addcmul_(self.keys.mT, corrections)
 
 
 def token_by_token(inputs: Sequence[Tensor], unit_length: bool) -> Tokens:
     """A block's tokens, ready for the loop over them."""
-    q, k, v, g, beta = inputs
-    both = torch.cat([k, q], 2)
+    both, v, g, beta = inputs
     if unit_length:
         both = to_unit_length(both)
-    group = v.shape[1] // k.shape[1]
+    group = v.shape[1] // both.shape[1]
     if group > 1:
         both = both.repeat_interleave(group, 1)
-    keys, queries = both.flatten(0, 1).chunk(2, 1)
-    beta, decay = beta.reshape(-1, 1, 1), g.exp().reshape(-1, 1, 1)
-    return Tokens(beta * v.flatten(0, 1), (beta * decay) * keys, keys, queries, decay)
+    both, decay, beta = both.flatten(0, 1), g.exp().view(-1, 1, 1), beta.view(-1, 1, 1)
+    keys, queries = torch.split(both, 1, 1)
+    attention = (keys * queries).sum(-1, keepdim=True)
+    return Tokens(beta * v.flatten(0, 1), decay * both, keys, decay, beta, attention)

@@ -250,7 +250,7 @@ def activate_gates(
 def to_unit_length(x: Tensor) -> Tensor:
     """Unit length over the last dimension, in x's dtype, with the epsilon that FLA and FlashQLA use inside the root."""
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * (length.square() + 1e-6).rsqrt()
+    return x / torch.hypot(length, length.new_full((), 1e-3))
 
 
 def _require_tensor(name: str, value: object) -> None:
