@@ -243,12 +243,12 @@ class Session:
         told = [f"{each.source}: {each.error}" for each in problems]
         for name, path in found:
             try:
-                profile = load_profile(path)
-                check_names(profile, self.installed())
+                evidence = Evidence(load_profile(path), name)
+                check_names(evidence, self.installed())
             except ConfigurationError as error:
                 told.append(f"{name}: {error}")
             else:
-                yield Evidence(profile, name)
+                yield evidence
         for each in told:
             say_once(logging.WARNING, f"shipped profile left out: {each}")
 

@@ -15,7 +15,7 @@ import kernelreg
 from kernelreg import Facts, registry, session
 from kernelreg.cli import main
 from kernelreg.machine.setup import CARD
-from kernelreg.profile import check_names, load_profile
+from kernelreg.profile import Evidence, check_names, load_profile
 from tests.distributions import install
 from tests.machines import decided, machine
 from tests.profiles import SHAPE, point, profile
@@ -157,7 +157,7 @@ def test_this_projects_own_are_found_and_are_of_cards_and_kernels_that_there_are
     assert {path.name for path in found} == {path.name for path in BUILT_IN.glob("*.json")}
     for path in found:
         made = load_profile(path)
-        check_names(made, registry.discover(plugins=False))
+        check_names(Evidence(made, path.name), registry.discover(plugins=False))
         assert made.setup.card
         assert made.points
         assert not [each for each in made.setup.changes(machine("h200")) if each.field == CARD]
