@@ -3,8 +3,9 @@
     python benchmarks/hot_path.py [--output FILE.md]
 
 All run in turn in one process on the same tensors. A figure is the median over rounds of this thread's processor time
-of one call; the
-spread is (maximum − minimum) / median of the rounds. "over" is what a call costs beyond calling the kernel itself.
+of one call; the spread is (maximum − minimum) / median of the rounds. "over" is what a call costs beyond calling the
+kernel itself. A form reads what descriptors can tell apart: four attributes of each tensor, and whether gradients,
+determinism and capture are on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 import kernelreg
+from kernelreg.forms import form_of
 from kernelreg.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from kernelreg.ops import operation_named
 from kernelreg.testing.ground import measured_on
@@ -137,10 +139,13 @@ def main() -> None:
     call, step = prefill(device), decode(device)
     with torch.no_grad(), doing_nothing():
         held = kernelreg.resolve("gdn", like=call).function
+        names = ("initial_state", "cu_seqlens", "output_final_state", "use_qk_l2norm_in_kernel", "state_v_first")
+        form_words = {"words": dict.fromkeys(names), "options": {}, "override": None}
         sides: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "the kernel, called": (nothing, call),
             "a held `Resolution.function`": (held, call),
             "`kernelreg.gdn`, prefill": (chunk_gated_delta_rule, call),
+            "of that, the form that the look-up takes": (form_of, {**call, **form_words}),
         }
         flas = {f"FLA's dispatcher, FlashQLA {state}": flas_dispatcher(state == "on") for state in ("off", "on")}
         sides |= {name: (run, call) for name, run in flas.items() if run is not None}

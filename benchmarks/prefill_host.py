@@ -9,8 +9,10 @@ call is right to the operation's tolerance against the float64 recurrence, or th
 from __future__ import annotations
 
 import argparse
+import cProfile
 import datetime
 import os
+import pstats
 import statistics
 import sys
 import time
@@ -31,6 +33,8 @@ from kernelreg.verify.judge import expected, relative
 HEADS: dict[str, Any] = {"H": 16, "HV": 32, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": "cuda"}
 #: Tokens and sequences; one sequence is a dense call.
 SHAPES = ((1024, 1), (4096, 1), (1024, 8), (4096, 8))
+#: Functions of a profile that are told.
+MOST = 12
 #: Calls that one graph holds, as layers of a model.
 LAYERS = 16
 
@@ -176,12 +180,43 @@ def section(tokens: int, sequences: int, own: dict[str, Callable[..., Any]], ask
     return [*lines, ""]
 
 
+def host_time(backend: str, calls: int) -> list[str]:
+    """The functions that hold the host longest in a dense call of 1,024 tokens, as Python's own profiler sees them."""
+    call = gdn_call(B=1, T=1024, state=False, **HEADS)
+    run = forced(backend, lambda: chunk_gated_delta_rule(**call))
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    profiler = cProfile.Profile()
+    with profiler:
+        for _ in range(calls):
+            run()
+    torch.cuda.synchronize()
+    stats: dict[tuple[str, int, str], Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    longest = sorted(stats.items(), key=lambda each: -each[1][2])[:MOST]
+    lines = [
+        f"## Host time, {backend}, 1,024 tokens, dense",
+        "",
+        "| function | calls | µs of its own |",
+        "|---|---|---|",
+    ]
+    for (file, _, name), (_, count, own, *_) in longest:
+        place = "/".join(Path(file).parts[-3:]) if file != "~" else "built in"
+        lines.append(f"| `{name.replace('|', chr(92) + '|')}`, {place} | {count / calls:g} | {own / calls * 1e6:.1f} |")
+    total = sum(each[2] for each in stats.values()) / calls * 1e6
+    return [*lines, f"| all | | {total:.1f} |", ""]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="times that each side is measured (default: 15)")
     parser.add_argument("--calls", type=int, default=48, help="calls of one measurement (default: 48)")
     parser.add_argument(
         "--backends", nargs="*", default=["fla", "flash_qla"], help="forced beside the automatic choice"
+    )
+    parser.add_argument("--profile", nargs="*", default=[], help="of these backends, where the host's time goes")
+    parser.add_argument(
+        "--shapes", nargs="*", type=int, default=range(len(SHAPES)), help="of the tables, these alone (from 0)"
     )
     parser.add_argument("--output", type=Path, help="also write the tables to this file")
     asked = parser.parse_args()
@@ -203,13 +238,23 @@ def main() -> int:
     ]
     print("\n".join(lines), flush=True)
     with torch.no_grad():
-        for tokens, sequences in SHAPES:
+        for tokens, sequences in (SHAPES[each] for each in asked.shapes):
             found = section(tokens, sequences, own, asked)
             lines += found
             print("\n".join(found), flush=True)
-            if asked.output:
-                asked.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            keep(lines, asked.output)
+        for backend in asked.profile:
+            found = host_time(backend, asked.calls)
+            lines += found
+            print("\n".join(found), flush=True)
+            keep(lines, asked.output)
     return 0
+
+
+def keep(lines: list[str], path: Path | None) -> None:
+    """Write what there is, so that a run that is cut short keeps it."""
+    if path:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

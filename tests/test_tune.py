@@ -395,6 +395,23 @@ def test_kernels_are_compiled_first_in_processes_of_their_own(
     assert len(load_profile(tmp_path / "cpu.json").points) == 3
 
 
+def test_compiling_ahead_leaves_time_to_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def ask(module: str, task: Any, answer: Any, limit: float) -> Any:
+        limits.append(limit)
+        raise NoAnswerError("it takes longer than that")
+
+    monkeypatch.setattr(warming, "ask", ask)
+    words = ["tune", "gdn", *QUICK, "--workload", "prefill", "--backend", "torch", "--no-verify"]
+    assert main([*words, "--warm", "1", "--within", "500", "--output", str(tmp_path / "cpu.json")]) == 0
+    assert limits
+    assert max(limits) < 400
+    assert load_profile(tmp_path / "cpu.json").points
+
+
 def test_compiling_ahead_is_bounded_and_costs_nothing_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = list(
         spots(WORKLOADS, [SMALL, Shape(2, 4)], dtype="bfloat16", tokens=[8], batches=[2], sequences=[1], captured=True)

@@ -28,6 +28,8 @@ _BATCHES = {"cpu": [1, 8], "": [1, 8, 32, 64, 128, 256]}
 _SEQUENCES = [2, 8]
 #: Seconds after which what has been measured is told again, to be kept.
 _OFTEN = 20.0
+#: Of the time that there is, what compiling ahead may take: a kernel that is compiled and not measured tells nothing.
+_TO_COMPILE = 0.6
 
 
 def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,11 +155,12 @@ def carry_out(job: Job, *, quiet: bool, keep: Callable[[Profile], object] = lamb
     refused: dict[Row, str] = {}
     cut: str | None = None
     kept = time.monotonic()
-    until = math.inf if job.within is None else kept + job.within
+    within = math.inf if job.within is None else job.within
+    until = kept + within
     if job.warm:
         tasks = tasks_of(most_telling_first(job.spots), job.backends, job.device.torch_name)
         with progress(len(tasks), quiet=quiet) as advance:
-            warm(tasks, job.warm, until, advance)
+            warm(tasks, job.warm, kept + _TO_COMPILE * within, advance)
     left = most_telling_first(job.spots)
     with progress(len(left), quiet=quiet) as advance:
         try:

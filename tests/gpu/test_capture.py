@@ -104,7 +104,7 @@ def test_a_plans_graph_replays_for_every_layout(backend: str, record: Record) ->
                 held.update(edges)
                 graph.replay()
             error = _worst(results, seen, held.cu_seqlens)
-            record(f"CUDA graph, plan, {name}", backend, f"{error:.1e}")
+            record(f"CUDA graph: plan, {name}", backend, f"{error:.1e}")
             assert error <= BOUND, name
 
 
@@ -119,7 +119,7 @@ def test_an_eager_call_with_a_plan_does_not_wait(backend: str, record: Record) -
                 held.update(edges)
                 results = chunk_gated_delta_rule(**call, plan=held)
             error = _worst(results, seen, held.cu_seqlens)
-            record(f"eager, plan, {name}", backend, f"{error:.1e}")
+            record(f"plan without a graph: {name}", backend, f"{error:.1e}")
             assert error <= BOUND, name
 
 
@@ -133,7 +133,7 @@ def test_edges_without_a_plan_may_change_in_place(backend: str, record: Record) 
             edges.copy_(torch.tensor(other))
             graph.replay()
             error = _worst(results, seen, edges)
-            record(f"CUDA graph, edges changed in place to {other}", backend, f"{error:.1e}")
+            record(f"CUDA graph: edges changed in place to {other}", backend, f"{error:.1e}")
             assert error <= BOUND
 
 
@@ -148,7 +148,7 @@ def test_a_dense_graph_replays_with_other_data(backend: str, record: Record) -> 
                 call[name].copy_(value[:1])
         graph.replay()
         error = _worst(results, call, None)
-    record("CUDA graph, dense, other data", backend, f"{error:.1e}")
+    record("CUDA graph: dense, other data", backend, f"{error:.1e}")
     assert error <= BOUND
 
 
@@ -173,7 +173,7 @@ def test_decode_is_captured(record: Record) -> None:
             wanted = expected({**call, "initial_state": pool.clone()})
             graph.replay()
             worst = max(worst, relative(o, wanted[0]), relative(pool, wanted[1]))
-    record("CUDA graph, decode, 8 steps", str(backend), f"{worst:.1e}")
+    record("CUDA graph: decode, 8 steps", str(backend), f"{worst:.1e}")
     assert worst <= BOUND
 
 
